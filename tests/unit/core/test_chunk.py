@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,18 +25,14 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 @pytest.mark.parametrize(("extra", "media", "known"), KNOWN)
-def test_known_keys_never_change(extra: bytes, media: dict[int, bytes], known: list[str]) -> None:
-    """A key that changes makes every stored chunk worthless: these were computed once and are
-    written down."""
+def test_known_keys_never_change(extra, media, known):
     keys = LAYOUT.chain(extra, media).extend(list(range(10)))
     assert [key.hex()[:16] for key in keys] == known
     assert all(len(key) == KEY_BYTES for key in keys)
 
 
 @given(TOKENS, st.lists(TOKENS, max_size=3))
-def test_prompts_that_go_on_differently_have_the_keys_they_have_alone(
-    tokens: list[int], tails: list[list[int]]
-) -> None:
+def test_prompts_that_go_on_differently_have_the_keys_they_have_alone(tokens, tails):
     chain = LAYOUT.chain(b"salt")
     known = list(chain.extend(tokens))
     whole = tokens[: len(known) * LAYOUT.chunk_tokens]
@@ -49,9 +44,8 @@ def test_prompts_that_go_on_differently_have_the_keys_they_have_alone(
 
 @given(TOKENS, TOKENS, st.integers(0, 12), st.sampled_from([1, 2]))
 def test_parts_of_a_chunk_have_equal_keys_where_all_tokens_so_far_are_equal(
-    left: list[int], right: list[int], chunk: int, every: int
-) -> None:
-    """However much of the prompt follows, and in whatever steps the parts are counted."""
+    left, right, chunk, every
+):
     size, named = LAYOUT.chunk_tokens, list[list[ChunkKey]]()
     chunk = min(chunk, len(left) // size, len(right) // size)
     for tokens in (left, right):
@@ -68,7 +62,7 @@ def test_parts_of_a_chunk_have_equal_keys_where_all_tokens_so_far_are_equal(
         assert (one == other) == (left[:end] == right[:end])
 
 
-def test_parts_with_other_images_have_other_keys() -> None:
+def test_parts_with_other_images_have_other_keys():
     cat, dog = (LAYOUT.chain(per_chunk={1: image}) for image in (b"cat", b"dog"))
     for chain in (cat, dog):
         chain.extend(PARTS)
@@ -89,7 +83,7 @@ KNOWN_PARTS = ["c925aba1e94cea25", "1c9d8f653f00ad73"]
     ],
     ids=["salt", "image", "model"],
 )
-def test_everything_that_changes_bytes_changes_the_keys_of_parts(other: Any) -> None:
+def test_everything_that_changes_bytes_changes_the_keys_of_parts(other):
     chain = LAYOUT.chain()
     assert [key.hex()[:16] for key in chain.within(0, PARTS, 2)] == KNOWN_PARTS, "never changes"
     for one in (chain, other):
@@ -115,17 +109,14 @@ def cut(flat: bytes, split: tuple[int, int, int]) -> tuple[bytes, dict[int, byte
 
 
 @given(st.binary(min_size=64, max_size=64), SPLIT, SPLIT)
-def test_no_two_readings_of_the_same_bytes_share_a_key(flat: bytes, one: Any, other: Any) -> None:
-    """Salts, media and tokens lie one behind the other in what is hashed. Where one ends is in it,
-    too."""
+def test_no_two_readings_of_the_same_bytes_share_a_key(flat, one, other):
     flat += bytes(CHUNK_BYTES)
     left, right = cut(flat, one), cut(flat, other)
     keys = [LAYOUT.chain(extra, media).extend(tokens)[-1] for extra, media, tokens in (left, right)]
     assert (keys[0] == keys[1]) == (left == right)
 
 
-def test_media_end_where_they_end() -> None:
-    """An image's name that goes on as another's tokens do."""
+def test_media_end_where_they_end():
     split = [(0, 1, 8), (0, 5, 4), (4, 1, 4), (0, 9, 0), (9, 0, 0), (0, 0, 9), (5, 4, 0), (4, 0, 5)]
     flat = bytes([1] * 9 + [0] * 2 * CHUNK_BYTES)
     read = [cut(bytes([1]) * len(flat), one) for one in split]
@@ -133,7 +124,7 @@ def test_media_end_where_they_end() -> None:
     assert len(keys) == len(split)
 
 
-def test_keys_do_not_depend_on_the_process() -> None:
+def test_keys_do_not_depend_on_the_process():
     code = (
         "from kvtier.core.chunk import *; "
         "print(ChunkLayout(fingerprint({'b': 1, 'a': 2}), 4, 2, "
@@ -155,20 +146,20 @@ def test_keys_do_not_depend_on_the_process() -> None:
 
 
 @given(TOKENS, TOKENS)
-def test_equal_keys_mean_equal_tokens_so_far(left: list[int], right: list[int]) -> None:
+def test_equal_keys_mean_equal_tokens_so_far(left, right):
     for index, (one, other) in enumerate(zip(LAYOUT.keys(left), LAYOUT.keys(right), strict=False)):
         assert (one == other) == (left[: 4 * index + 4] == right[: 4 * index + 4])
 
 
 @given(TOKENS, st.lists(st.integers(0, 40), max_size=5))
-def test_growing_prompt_hashes_to_the_same_keys(tokens: list[int], cuts: list[int]) -> None:
+def test_growing_prompt_hashes_to_the_same_keys(tokens, cuts):
     chain = LAYOUT.chain(b"x", {1: b"image"})
     for cut in [*sorted(cuts), len(tokens)]:
         chain.extend(tokens[:cut])
     assert chain.keys == LAYOUT.chain(b"x", {1: b"image"}).extend(tokens)
 
 
-def test_a_prompt_that_grows_past_an_image_has_it_where_it_lies() -> None:
+def test_a_prompt_that_grows_past_an_image_has_it_where_it_lies():
     tokens, media = list(range(16)), {0: b"cat", 2: b"dog"}
     chain = LAYOUT.chain(b"", media)
     for end in (4, 9, 12, 16):
@@ -187,32 +178,30 @@ def test_a_prompt_that_grows_past_an_image_has_it_where_it_lies() -> None:
     ],
     ids=["salt", "image", "other image", "model", "chunk size"],
 )
-def test_everything_that_changes_bytes_changes_keys(other: list[bytes]) -> None:
+def test_everything_that_changes_bytes_changes_keys(other):
     assert not set(other) & set(LAYOUT.keys(list(range(8))))
 
 
-def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_only_in_framing() -> (
-    None
-):
+def test_an_image_in_a_later_chunk_leaves_earlier_ones_apart_from_plain_text_only_in_framing():
     one, two = (
         LAYOUT.chain(per_chunk={1: image}).extend(list(range(8))) for image in (b"cat", b"dog")
     )
     assert one[0] == two[0] and one[1] != two[1]
 
 
-def test_keys_link_a_run() -> None:
+def test_keys_link_a_run():
     keys = LAYOUT.keys(list(range(16)))
     assert not any(parent_half(keys[0]))
     assert [parent_half(key) for key in keys[1:]] == [own_half(key) for key in keys[:-1]]
 
 
 @pytest.mark.parametrize("tokens", [[-1] * 4, [2**32] * 4, ["a"] * 4, [1.5] * 4])
-def test_bad_token_ids_are_named(tokens: list[int]) -> None:
+def test_bad_token_ids_are_named(tokens):
     with pytest.raises(ConfigError, match=r"0 .. 2\*\*32-1"):
         LAYOUT.keys(tokens)
 
 
-def test_layout_sizes() -> None:
+def test_layout_sizes():
     assert LAYOUT.blocks_per_chunk == 2
     assert LAYOUT.chunk_bytes == 260
     assert LAYOUT.slot_bytes == 4096
@@ -221,6 +210,6 @@ def test_layout_sizes() -> None:
 @pytest.mark.parametrize(
     "arguments", [(b"short", 4, 2, (1,)), (bytes(32), 5, 2, (1,)), (bytes(32), 4, 2, ())]
 )
-def test_impossible_layouts_are_refused(arguments: tuple[bytes, int, int, tuple[int, ...]]) -> None:
+def test_impossible_layouts_are_refused(arguments):
     with pytest.raises(LayoutError):
         ChunkLayout(*arguments)

@@ -30,11 +30,11 @@ FREE_NAME = re.compile(r"pip install (?:-\S+ )*['\"]?kvtier(?![-\w./])|['\"`]kvt
 
 
 @pytest.mark.parametrize("extra", [*EXTRAS, *OF_TIERS])
-def test_the_command_names_the_packages_that_pyproject_declares(extra: str) -> None:
+def test_the_command_names_the_packages_that_pyproject_declares(extra):
     assert how(extra) == "pip install " + " ".join(map(repr, DECLARED[extra]))
 
 
-def test_no_page_and_no_message_installs_a_name_that_is_free() -> None:
+def test_no_page_and_no_message_installs_a_name_that_is_free():
     found = {
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for path in WORDS

@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 import threading
 
-import pytest
-
 from kvtier.core.lanes import Lane
 from tests.child_process import DEADLINE_S
 
@@ -30,7 +28,7 @@ def held_lane(threads: int = 1, bound: int = 2) -> tuple[Lane, Gate]:
     return lane, gate
 
 
-def test_a_full_lane_refuses() -> None:
+def test_a_full_lane_refuses():
     lane, gate = held_lane()
     done: list[int] = []
     assert [lane.submit(lambda: done.append(1)) for _ in range(3)] == [True, True, False]
@@ -44,7 +42,7 @@ def test_a_full_lane_refuses() -> None:
     assert done == [2, 2, 1, 1], "urgent work goes first"
 
 
-def test_a_lane_is_idle_when_no_work_waits_or_runs() -> None:
+def test_a_lane_is_idle_when_no_work_waits_or_runs():
     lane, gate = held_lane()
     waiting, last = Gate(), threading.Event()
     assert not lane.is_idle, "one runs"
@@ -62,7 +60,7 @@ def _fail() -> None:
     raise ValueError("injected")
 
 
-def test_a_failing_work_is_counted_and_the_lane_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_work_is_counted_and_the_lane_goes_on(caplog):
     lane = Lane("test", 1, urgent_bound=9, bound=9)
     done = threading.Event()
     with caplog.at_level(logging.ERROR, "kvtier.lanes"):
@@ -74,7 +72,7 @@ def test_a_failing_work_is_counted_and_the_lane_goes_on(caplog: pytest.LogCaptur
     assert "lane test: work failed" in caplog.text
 
 
-def test_close_does_not_wait_for_a_hung_tier() -> None:
+def test_close_does_not_wait_for_a_hung_tier():
     lane, gate = held_lane()
     lane.submit(lambda: None)
     assert lane.close(0.0) is False
@@ -82,7 +80,7 @@ def test_close_does_not_wait_for_a_hung_tier() -> None:
     gate.opened.set()
 
 
-def test_threads_run_side_by_side() -> None:
+def test_threads_run_side_by_side():
     lane, first = held_lane(threads=2)
     second = Gate()
     lane.submit(second)

@@ -11,7 +11,7 @@ MODEL, OTHER = bytes(32), bytes(range(32))
 NAMES = ["", "acme", "acmf", "Acme", "ac", "a" * 64, "\N{SNOWMAN}"]
 
 
-def test_the_number_is_part_of_what_lies_on_disks_and_does_not_change() -> None:
+def test_the_number_is_part_of_what_lies_on_disks_and_does_not_change():
     assert owner_of(MODEL, "acme") == 0x6C04919CEAC5136F163BC5D9F60EBA6A
     code = "from kvtier.core.tenant import owner_of; print(owner_of(bytes(32), 'acme'))"
     told = subprocess.run(
@@ -20,13 +20,13 @@ def test_the_number_is_part_of_what_lies_on_disks_and_does_not_change() -> None:
     assert int(told) == owner_of(MODEL, "acme")
 
 
-def test_names_and_models_are_told_apart_and_fit() -> None:
+def test_names_and_models_are_told_apart_and_fit():
     owners = [owner_of(model, name) for model in (MODEL, OTHER) for name in NAMES]
     assert len({UNOWNED, *owners}) == len(owners) + 1
     assert all(owner < 1 << 8 * OWNER_BYTES for owner in owners)
 
 
-def test_a_tenant_is_all_its_models_and_nobody_but_no_other_tenant() -> None:
+def test_a_tenant_is_all_its_models_and_nobody_but_no_other_tenant():
     for name in NAMES:
         allowed = {
             (model, other)

@@ -24,7 +24,7 @@ from tests.descriptors import descriptors
 PAGE = 4096
 
 
-def test_slots_are_apart_and_page_aligned() -> None:
+def test_slots_are_apart_and_page_aligned():
     pool = Pool(3, 2 * PAGE)
     for slot in range(3):
         pool.view(slot)[:] = bytes([slot + 1]) * (2 * PAGE)
@@ -37,7 +37,7 @@ def test_slots_are_apart_and_page_aligned() -> None:
     )
 
 
-def test_another_process_writes_into_our_slot() -> None:
+def test_another_process_writes_into_our_slot():
     pool = Pool(2, PAGE)
     code = (
         f"from kvtier.core.pool import Pool; Pool.attach({pool.path!r}, 2, {PAGE}).view(1)[:5] "
@@ -47,7 +47,7 @@ def test_another_process_writes_into_our_slot() -> None:
     assert bytes(pool.view(1)[:5]) == b"hello"
 
 
-def test_the_region_goes_with_its_owner() -> None:
+def test_the_region_goes_with_its_owner():
     code = f"from kvtier.core.pool import Pool; print(Pool(1, {PAGE}).path)"
     path = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=DEADLINE_S, capture_output=True, text=True
@@ -56,13 +56,13 @@ def test_the_region_goes_with_its_owner() -> None:
         Pool.attach(path.strip(), 1, PAGE)
 
 
-def test_a_smaller_region_than_told_is_refused() -> None:
+def test_a_smaller_region_than_told_is_refused():
     pool = Pool(1, PAGE)
     with pytest.raises(ConfigError, match="expected 8192"):
         Pool.attach(pool.path, 2, PAGE)
 
 
-def test_a_larger_region_than_told_is_refused() -> None:
+def test_a_larger_region_than_told_is_refused():
     pool = Pool(2, PAGE)
     with pytest.raises(ConfigError, match="has 8192 bytes, expected 4096"):
         Pool.attach(pool.path, 1, PAGE)
@@ -71,9 +71,7 @@ def test_a_larger_region_than_told_is_refused() -> None:
 @pytest.mark.parametrize(
     "call", ["os.ftruncate(fd, 0)", "os.ftruncate(fd, 1 << 20)", "fcntl.fcntl(fd, 1033, 8)"]
 )
-def test_no_process_that_maps_it_can_change_its_size_or_its_seals(call: str) -> None:
-    """A page that is gone kills with SIGBUS whoever touches it. A seal against writing would let
-    nobody map it."""
+def test_no_process_that_maps_it_can_change_its_size_or_its_seals(call):
     pool = Pool(2, PAGE)
     code = f"import fcntl, os; fd = os.open({pool.path!r}, os.O_RDWR); {call}"
     done = subprocess.run(
@@ -91,7 +89,7 @@ NO_SEALS, NO_SHRINKING = 0, fcntl.F_SEAL_SHRINK
 
 
 @pytest.mark.parametrize("seals", [NO_SEALS, NO_SHRINKING, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL])
-def test_a_region_without_all_seals_is_refused_and_closed(seals: int) -> None:
+def test_a_region_without_all_seals_is_refused_and_closed(seals):
     before = descriptors()
     fd = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 2 * PAGE)
@@ -101,7 +99,7 @@ def test_a_region_without_all_seals_is_refused_and_closed(seals: int) -> None:
     assert descriptors() == before
 
 
-def test_a_file_is_no_region(tmp_path: Path) -> None:
+def test_a_file_is_no_region(tmp_path):
     before = descriptors()
     (tmp_path / "file").write_bytes(bytes(2 * PAGE))
     with pytest.raises(ConfigError, match="not sealed against shrinking"):
@@ -109,7 +107,7 @@ def test_a_file_is_no_region(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-def test_a_region_that_is_said_to_have_no_slots_is_closed() -> None:
+def test_a_region_that_is_said_to_have_no_slots_is_closed():
     pool, before = Pool(1, PAGE), descriptors()
     with pytest.raises(ConfigError, match="expected >= 1 slot"):
         Pool.attach(pool.path, 0, PAGE)
@@ -129,7 +127,7 @@ def let_go(witness: int) -> bool:
     return ended
 
 
-def test_a_closed_pool_keeps_its_witness_until_the_last_view_is_gone() -> None:
+def test_a_closed_pool_keeps_its_witness_until_the_last_view_is_gone():
     owner = Pool(2, PAGE)
     pool, witness = shared(owner)
     views = [pool.view(0), pool.view(1)]
@@ -146,14 +144,14 @@ def test_a_closed_pool_keeps_its_witness_until_the_last_view_is_gone() -> None:
     os.close(witness)
 
 
-def test_a_closed_pool_without_views_lets_go_at_once() -> None:
+def test_a_closed_pool_without_views_lets_go_at_once():
     pool, witness = shared(Pool(2, PAGE))
     pool.close()
     assert let_go(witness)
     os.close(witness)
 
 
-def test_a_pool_that_nobody_has_any_more_lets_go() -> None:
+def test_a_pool_that_nobody_has_any_more_lets_go():
     pool, witness = shared(Pool(2, PAGE))
     view = pool.view(0)
     del pool
@@ -164,9 +162,7 @@ def test_a_pool_that_nobody_has_any_more_lets_go() -> None:
     os.close(witness)
 
 
-def test_the_end_of_a_process_closes_the_witness_last() -> None:
-    """Python ends before its threads do: one of them may still copy when everything else has been
-    put away."""
+def test_the_end_of_a_process_closes_the_witness_last():
     code = (
         "import atexit, os; atexit.register(lambda: print(os.fstat(theirs).st_nlink)); ours, "
         "theirs = os.pipe();"
@@ -183,7 +179,7 @@ def test_the_end_of_a_process_closes_the_witness_last() -> None:
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 
-def test_a_shared_pool_that_is_refused_closes_both_descriptors() -> None:
+def test_a_shared_pool_that_is_refused_closes_both_descriptors():
     owner, (ours, theirs) = Pool(2, PAGE), os.pipe()
     before = descriptors()
     with pytest.raises(ConfigError):
@@ -192,7 +188,7 @@ def test_a_shared_pool_that_is_refused_closes_both_descriptors() -> None:
     os.close(ours)
 
 
-def test_advice_for_a_closed_pool_has_no_effect() -> None:
+def test_advice_for_a_closed_pool_has_no_effect():
     pool = Pool(2, PAGE)
     pool.close()
     pool.populate(0, 2)
@@ -200,12 +196,12 @@ def test_advice_for_a_closed_pool_has_no_effect() -> None:
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, PAGE), (1, 0), (1, PAGE + 1)])
-def test_impossible_sizes_are_refused(slots: int, slot_bytes: int) -> None:
+def test_impossible_sizes_are_refused(slots, slot_bytes):
     with pytest.raises(ConfigError):
         Pool(slots, slot_bytes)
 
 
-def test_too_much_memory_is_refused_with_the_remedy() -> None:
+def test_too_much_memory_is_refused_with_the_remedy():
     with pytest.raises(TierError, match="lower ram_bytes"):
         Pool(1 << 40, 1 << 20)
 
@@ -224,14 +220,14 @@ def mapped_pages(pool: Pool) -> int:
     raise AssertionError("the pool is not mapped")
 
 
-def test_populate_makes_pages_present() -> None:
+def test_populate_makes_pages_present():
     pool = Pool(40, PAGE)
     assert mapped_pages(pool) == 0
     pool.populate(0, 30)
     assert mapped_pages(pool) == 30
 
 
-def test_another_process_maps_pages_that_are_there_and_writes_them() -> None:
+def test_another_process_maps_pages_that_are_there_and_writes_them():
     owner = Pool(4, 64 * PAGE)
     owner.populate(0, 4)
     other = Pool.attach(owner.path, 4, 64 * PAGE)

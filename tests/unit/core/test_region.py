@@ -9,7 +9,6 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -31,14 +30,13 @@ PAGES = SLOTS * SLOT // HUGE_BYTES
 # ---- ordinary memory -----------------------------------------------------------------------------
 
 
-def test_every_mapping_begins_with_a_huge_page() -> None:
-    """Elsewhere the kernel neither makes them nor maps them as such."""
+def test_every_mapping_begins_with_a_huge_page():
     pools = [Pool(3, PAGE) for _ in range(5)]
     pools += [Pool.attach(pool.path, 3, PAGE) for pool in pools]
     assert {address(pool.buffer) % HUGE_BYTES for pool in pools} == {0}
 
 
-def test_a_mapping_leaves_no_address_space_behind() -> None:
+def test_a_mapping_leaves_no_address_space_behind():
     def reserved() -> int:
         with open("/proc/self/statm", encoding="utf-8") as statm:
             return int(statm.read().split()[0])
@@ -50,9 +48,7 @@ def test_a_mapping_leaves_no_address_space_behind() -> None:
     assert reserved() < before + 200
 
 
-def test_the_end_of_a_process_unmaps_nothing() -> None:
-    """Python ends before its threads do: one of them may still copy when everything else has been
-    put away."""
+def test_the_end_of_a_process_unmaps_nothing():
     code = (
         "import atexit; atexit.register(lambda: print(len(bytes(pool.view(0)))));"
         f"from kvtier.core.pool import Pool; pool = Pool(1, {PAGE})"
@@ -67,20 +63,20 @@ def test_the_end_of_a_process_unmaps_nothing() -> None:
     assert (done.stdout, done.stderr, done.returncode) == (f"{PAGE}\n", "", 0)
 
 
-def test_a_populated_pool_lies_in_huge_pages() -> None:
+def test_a_populated_pool_lies_in_huge_pages():
     pool = populated(SLOTS)
     assert huge_kilobytes(pool.buffer) * 1024 == PAGES * HUGE_BYTES == pool.huge_bytes
     assert all(pool.in_huge_pages(pool.view(slot)) for slot in range(SLOTS))
 
 
-def test_another_process_maps_them_as_huge_pages() -> None:
+def test_another_process_maps_them_as_huge_pages():
     owner = populated(SLOTS)
     other = Pool.attach(owner.path, SLOTS, SLOT)
     other.touch(0, 0, SLOT)
     assert huge_kilobytes(other.buffer) * 1024 >= 3 * HUGE_BYTES
 
 
-def test_content_that_was_there_before_stays() -> None:
+def test_content_that_was_there_before_stays():
     pool = Pool(SLOTS, SLOT)
     chunk = os.urandom(SLOT)
     pool.view(1)[:] = chunk
@@ -89,7 +85,7 @@ def test_content_that_was_there_before_stays() -> None:
     assert bytes(pool.view(0)) == bytes(pool.view(2)) == bytes(SLOT)
 
 
-def test_only_whole_pages_of_the_pool_count_as_its_huge_pages() -> None:
+def test_only_whole_pages_of_the_pool_count_as_its_huge_pages():
     pool = populated(SLOTS)
     assert pool.in_huge_pages(pool.view(0)[PAGE:])
     assert not pool.in_huge_pages(pool.view(0)[1:]), "no page begins there"
@@ -99,17 +95,14 @@ def test_only_whole_pages_of_the_pool_count_as_its_huge_pages() -> None:
     assert not pool.in_huge_pages(populated(SLOTS).view(1)), "another pool's"
 
 
-def test_the_end_of_a_region_that_is_no_whole_huge_page_is_present_and_small() -> None:
+def test_the_end_of_a_region_that_is_no_whole_huge_page_is_present_and_small():
     pool = populated(1)
     assert pool.huge_bytes == 3 * HUGE_BYTES
     assert not pool.in_huge_pages(pool.view(0))
     assert os.fstat(pool.fd).st_blocks * 512 == SLOT
 
 
-def test_where_the_kernel_makes_none_pages_are_present_and_small(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It refuses by itself: no kernel knows this advice."""
+def test_where_the_kernel_makes_none_pages_are_present_and_small(monkeypatch):
     asked, advise = [], region.advise
 
     def counting(memory: region.Memory, begin: int, end: int, advice: int) -> bool:
@@ -127,7 +120,7 @@ def test_where_the_kernel_makes_none_pages_are_present_and_small(
     assert len(asked) == 8, "each try looks for memory"
 
 
-def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros() -> None:
+def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros():
     pool = populated(SLOTS)
     for slot in range(SLOTS):
         pool.view(slot)[:] = bytes([slot + 1]) * SLOT
@@ -151,7 +144,7 @@ def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros() -> 
 
 
 @pytest.mark.alone
-def test_reserved_pages_are_taken_when_they_are_free_and_asked_for() -> None:
+def test_reserved_pages_are_taken_when_they_are_free_and_asked_for():
     with reserved_pages(PAGES + 1):
         assert not Pool(SLOTS, SLOT).reserved, "asked for"
         pool = Pool(SLOTS, SLOT, reserved=True)
@@ -165,7 +158,7 @@ def test_reserved_pages_are_taken_when_they_are_free_and_asked_for() -> None:
 
 
 @pytest.mark.alone
-def test_a_size_that_is_no_whole_huge_page_takes_one_more() -> None:
+def test_a_size_that_is_no_whole_huge_page_takes_one_more():
     with reserved_pages(4):
         pool = Pool(1, SLOT, reserved=True)
         assert (pool.reserved, free_pages(), len(pool.buffer)) == (True, 0, SLOT)
@@ -178,7 +171,7 @@ def test_a_size_that_is_no_whole_huge_page_takes_one_more() -> None:
 
 
 @pytest.mark.alone
-def test_workers_of_the_engine_map_reserved_pages() -> None:
+def test_workers_of_the_engine_map_reserved_pages():
     with reserved_pages(PAGES):
         pool = Pool(SLOTS, SLOT, reserved=True)
         code = (
@@ -191,7 +184,7 @@ def test_workers_of_the_engine_map_reserved_pages() -> None:
 
 
 @pytest.mark.alone
-def test_too_few_reserved_pages_are_left_to_others() -> None:
+def test_too_few_reserved_pages_are_left_to_others():
     with reserved_pages(PAGES - 1):
         pool = Pool(SLOTS, SLOT, reserved=True)
         assert not pool.reserved
@@ -200,11 +193,7 @@ def test_too_few_reserved_pages_are_left_to_others() -> None:
 
 
 @pytest.mark.alone
-def test_pages_that_run_out_in_the_middle_are_left_to_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A limit of the container or of the CPUs' memory nodes is met while they are taken, and not
-    before."""
+def test_pages_that_run_out_in_the_middle_are_left_to_others(monkeypatch):
     whole = os.posix_fallocate
 
     def half(fd: int, offset: int, length: int) -> None:
@@ -220,7 +209,7 @@ def test_pages_that_run_out_in_the_middle_are_left_to_others(
 
 
 @pytest.mark.alone
-def test_of_many_that_come_at_once_one_gets_them() -> None:
+def test_of_many_that_come_at_once_one_gets_them():
     with reserved_pages(PAGES + PAGES // 2), ThreadPoolExecutor(8) as threads:
         pools = list(threads.map(lambda _: Pool(SLOTS, SLOT, reserved=True), range(8)))
         assert sum(pool.reserved for pool in pools) == 1
@@ -232,10 +221,7 @@ def test_of_many_that_come_at_once_one_gets_them() -> None:
 @pytest.mark.parametrize(
     "size", [13 << 26, None], ids=["no pages of this size", "not known to this system"]
 )
-def test_a_system_without_such_pages_gives_ordinary_memory(
-    monkeypatch: pytest.MonkeyPatch, size: int | None
-) -> None:
-    """The kernel refuses a page size that the machine does not have."""
+def test_a_system_without_such_pages_gives_ordinary_memory(monkeypatch, size):
     if size is None:
         monkeypatch.delattr(os, "MFD_HUGE_2MB")
     else:
@@ -261,9 +247,7 @@ print(bytes(pool.view(1)[-1:]), len(bytes(pool.buffer)))
 
 
 @pytest.mark.alone
-def test_no_reserved_page_is_ever_missing() -> None:
-    """To touch one that cannot be had again ends a process: so none goes back while the pool is
-    there."""
+def test_no_reserved_page_is_ever_missing():
     with reserved_pages(PAGES):
         done = subprocess.run(
             [sys.executable, "-c", KEPT],
@@ -283,8 +267,7 @@ def of_a_server(fd: int) -> SharedPool:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("take", [of_a_server, lambda fd: Pool(SLOTS, SLOT, fd=fd)])
-def test_reserved_pages_of_a_stranger_are_refused_and_closed(take: Callable[[int], Pool]) -> None:
-    """He could give them back, and kill who touches them then."""
+def test_reserved_pages_of_a_stranger_are_refused_and_closed(take):
     with reserved_pages(PAGES):
         before = descriptors()
         fd = make_reserved_region(SLOTS * SLOT)

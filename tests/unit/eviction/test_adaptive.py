@@ -91,7 +91,7 @@ def room_in(shadows: Shadows) -> int:
     return room
 
 
-def test_under_scans_it_leaves_lru_and_hits_what_lru_never_would() -> None:
+def test_under_scans_it_leaves_lru_and_hits_what_lru_never_would():
     store, spare, adaptive = made()
     plain = Store(Pool(60, SLOT))
     ours, lru = 0, 0
@@ -104,7 +104,7 @@ def test_under_scans_it_leaves_lru_and_hits_what_lru_never_would() -> None:
     store.check(idle=True)
 
 
-def test_what_it_counts() -> None:
+def test_what_it_counts():
     store, spare, _ = made()
     for _, run, *_ in scans_and_a_loop(700):
         drive(store, spare, run)
@@ -115,9 +115,7 @@ def test_what_it_counts() -> None:
     assert stats[names[stats["policy_now"]]] == max(stats[name] for name in names)
 
 
-def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypatch):
     store, spare, adaptive = made(64)
     pauses = []
 
@@ -132,7 +130,7 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(
     assert len(pauses) > 50 * len(adaptive.places[0][1].settings), "a long prompt in pieces"
 
 
-def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
+def test_what_waits_is_bounded_and_what_is_dropped_is_counted():
     store = Store(Pool(10, SLOT), orders=Adaptive().orders(), spare=ManualLane(bound=1))
     for number in range(1000):
         store.load(LAYOUT.keys([number])).close()
@@ -140,7 +138,7 @@ def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
     assert (stats["dropped_prompts"], stats["followed_prompts"]) == (1000 - 256, 0)
 
 
-def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once() -> None:
+def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once():
     store, spare, adaptive = made()
     run = LAYOUT.keys([1, 2, 3])
     store.load(run).close()
@@ -150,7 +148,7 @@ def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once() -> None:
     assert (store.stats()["followed_prompts"], adaptive.places[0][1].asked) == (1, 3)
 
 
-def test_before_the_pool_is_there_its_lane_is_left_alone() -> None:
+def test_before_the_pool_is_there_its_lane_is_left_alone():
     spare = ManualLane(bound=1)
     store = Store(Pool(9000, SLOT), orders=Adaptive().orders(), spare=spare)
     store.load(LAYOUT.keys([1])).close()
@@ -163,13 +161,13 @@ def test_before_the_pool_is_there_its_lane_is_left_alone() -> None:
     ("room", "part"),
     [(1, 1.0), (12_288, 1.0), (24_576, 0.5), (122_880, 0.1), (10**6, 12_288 / 10**6)],
 )
-def test_large_places_are_followed_in_part(room: int, part: float) -> None:
+def test_large_places_are_followed_in_part(room, part):
     shadows = Shadows(room, SavedCompute())
     assert shadows.part == part
     assert room_in(shadows) == max(8, int(room * part)) <= 12_288
 
 
-def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
+def test_a_session_is_followed_with_all_its_turns_or_not_at_all():
     shadows, sessions = Shadows(122_880, SavedCompute()), Sessions(10_000)
     draw, turns = random.Random(1), {number: LAYOUT.keys([number, 1]) for number in range(400)}
     followed = dict.fromkeys(turns, 0)
@@ -183,8 +181,7 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all() -> None:
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50
 
 
-def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison() -> None:
-    """Where LRU hits nothing at all."""
+def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison():
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     for _, run, *_ in scans_and_a_loop(100):
         whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
@@ -194,7 +191,7 @@ def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison
 # ---- tiers below RAM ---------------------------------------------------------------------------
 
 
-def test_a_tier_below_keeps_of_a_loop_among_scans_what_lru_never_would() -> None:
+def test_a_tier_below_keeps_of_a_loop_among_scans_what_lru_never_would():
     trace = list(scans_and_a_loop(1500))
     lru = simulate(trace, Cache(RAM, NVME, policy="lru"))
     with_lru_below = simulate(trace, Cache(RAM, NVME, policy="keep90_4x"))
@@ -204,15 +201,13 @@ def test_a_tier_below_keeps_of_a_loop_among_scans_what_lru_never_would() -> None
     assert auto.writes < lru.writes, "and what stays need not be written again"
 
 
-def test_where_lru_is_best_it_stays_lru_to_the_chunk() -> None:
+def test_where_lru_is_best_it_stays_lru_to_the_chunk():
     trace = list(what_comes_again_comes_soon(500))
     lru, auto = (simulate(trace, Cache(RAM, NVME, policy=one)) for one in ("lru", "auto"))
     assert (auto.hits, auto.writes) == (lru.hits, lru.writes) and lru.hits > 0
 
 
-def test_its_setting_follows_the_load_and_changes_under_the_lock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_setting_follows_the_load_and_changes_under_the_lock(monkeypatch):
     one = Adaptive()
     live = one(NVME)
     lock, settle = Lock(), live.settle
@@ -230,7 +225,7 @@ def test_its_setting_follows_the_load_and_changes_under_the_lock(
     assert live.setting == LRU_SETTING
 
 
-def test_another_room_is_a_new_start_of_its_shadows_alone() -> None:
+def test_another_room_is_a_new_start_of_its_shadows_alone():
     one = Adaptive()
     live, other, shadows = one(NVME), one(200), one.places[0][1]
     follow(one, scans_and_a_loop(10), Lock())
@@ -240,7 +235,7 @@ def test_another_room_is_a_new_start_of_its_shadows_alone() -> None:
     assert len(shadows._shadows[0]) == 4
 
 
-def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below() -> None:
+def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below():
     adaptive = Adaptive()
     adaptive(RAM)
     adaptive(8)
@@ -254,6 +249,6 @@ def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below() -> Non
         assert [key in each for key in (*ended, *other)] == [True, True, False, False] + [True] * 4
 
 
-def test_with_hints_nothing_that_is_over_is_written_below() -> None:
+def test_with_hints_nothing_that_is_over_is_written_below():
     trace = [one._replace(hint=OVER) for one in scans_and_a_loop(300)]
     assert simulate(trace, Cache(RAM, NVME, policy="auto")).writes == 0

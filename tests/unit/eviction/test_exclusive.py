@@ -67,9 +67,7 @@ def both(kind: str, policy: str, ram: float, nvme: float) -> Result:
 
 
 @pytest.mark.parametrize(("kind", "more"), [("questions", 1.5), ("mixed", 2.0)])
-def test_more_is_hit_in_both_places_and_the_same_in_ram(
-    kind: str, more: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_is_hit_in_both_places_and_the_same_in_ram(kind, more, monkeypatch):
     lru, auto = (both(kind, policy, 0.2, 0.4) for policy in ("lru", "auto"))
     monkeypatch.setattr(Adaptive, "on_evict", plain)
     before = both(kind, "auto", 0.2, 0.4)
@@ -79,15 +77,13 @@ def test_more_is_hit_in_both_places_and_the_same_in_ram(
     assert auto.writes < 1.3 * before.writes
 
 
-def test_where_chunks_never_come_back_to_ram_it_is_the_order_that_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_chunks_never_come_back_to_ram_it_is_the_order_that_it_was(monkeypatch):
     auto = both("agents", "auto", 0.1, 0.2)
     monkeypatch.setattr(Adaptive, "on_evict", plain)
     assert auto == both("agents", "auto", 0.1, 0.2)
 
 
-def test_the_hottest_of_ram_leave_first_one_for_every_four_that_are_written() -> None:
+def test_the_hottest_of_ram_leave_first_one_for_every_four_that_are_written():
     two = Two(kept=20, ram=400)
     assert two.leaving() == KEYS[: (OLD + 20) // 4]  # a run's beginning is its hottest
     two.write(12)
@@ -95,13 +91,13 @@ def test_the_hottest_of_ram_leave_first_one_for_every_four_that_are_written() ->
     assert two.below.coldest() == KEYS[100]  # then the coldest, as in any tier
 
 
-def test_at_first_one_of_eight_in_ram_may_be_alone() -> None:
+def test_at_first_one_of_eight_in_ram_may_be_alone():
     two = Two(kept=30)
     two.write(200)
     assert two.leaving() == KEYS[: RAM // 8]
 
 
-def test_what_ram_keeps_no_longer_or_not_for_long_stays_below() -> None:
+def test_what_ram_keeps_no_longer_or_not_for_long_stays_below():
     two = Two(kept=12)
     two.write(200)
     two.ram.discard(A)
@@ -109,7 +105,7 @@ def test_what_ram_keeps_no_longer_or_not_for_long_stays_below() -> None:
     assert two.leaving() == [B, *KEYS[3:10]]
 
 
-def test_what_came_once_stays_below() -> None:
+def test_what_came_once_stays_below():
     two = Two()
     two.write(200)
     two.ram.add(KEYS[:12])
@@ -118,7 +114,7 @@ def test_what_came_once_stays_below() -> None:
     assert two.leaving() == []
 
 
-def test_with_lru_in_ram_no_copy_leaves_early() -> None:
+def test_with_lru_in_ram_no_copy_leaves_early():
     two = Two()
     two.write(200)
     two.ram.settle(LRU_SETTING)
@@ -129,7 +125,7 @@ def test_with_lru_in_ram_no_copy_leaves_early() -> None:
     assert two.leaving() == []
 
 
-def test_each_that_comes_down_again_lets_one_more_be_alone() -> None:
+def test_each_that_comes_down_again_lets_one_more_be_alone():
     two = Two(kept=30)
     two.write(200)
     given = two.leaving()
@@ -139,7 +135,7 @@ def test_each_that_comes_down_again_lets_one_more_be_alone() -> None:
     assert two.leaving() == []
 
 
-def test_after_a_loss_half_as_many_may_be_alone_and_for_a_while_none_leaves() -> None:
+def test_after_a_loss_half_as_many_may_be_alone_and_for_a_while_none_leaves():
     two = Two(kept=30)
     two.write(200)
     given = two.leaving()
@@ -154,7 +150,7 @@ def test_after_a_loss_half_as_many_may_be_alone_and_for_a_while_none_leaves() ->
     assert len(two.leaving()) == may
 
 
-def test_many_losses_stop_it_for_no_longer_than_32_000_writes() -> None:
+def test_many_losses_stop_it_for_no_longer_than_32_000_writes():
     two = Two(kept=60, ram=400)
     two.write(200)
     lost = two.leaving()
@@ -167,14 +163,14 @@ def test_many_losses_stop_it_for_no_longer_than_32_000_writes() -> None:
     assert len(two.leaving()) == 1
 
 
-def test_a_chunk_that_the_tier_has_is_not_lost_when_ram_drops_it() -> None:
+def test_a_chunk_that_the_tier_has_is_not_lost_when_ram_drops_it():
     two = Two(kept=30)
     two.write(200)
     two.ram.evicted(KEYS[20:30])
     assert two.leaving() == KEYS[: RAM // 8]
 
 
-def test_what_is_over_is_not_lost_when_it_leaves_and_what_was_forgotten_is_not_waited_for() -> None:
+def test_what_is_over_is_not_lost_when_it_leaves_and_what_was_forgotten_is_not_waited_for():
     two = Two(kept=30)
     two.write(200)
     given = two.leaving()
@@ -186,7 +182,7 @@ def test_what_is_over_is_not_lost_when_it_leaves_and_what_was_forgotten_is_not_w
     assert [key for _ in range(8) for key in two.leaving()] == KEYS[12:16]
 
 
-def test_what_is_remembered_is_as_much_as_ram_has_room_for() -> None:
+def test_what_is_remembered_is_as_much_as_ram_has_room_for():
     two = Two(kept=30)
     two.write(200)
     two.leaving()
@@ -276,7 +272,7 @@ class Place:
         assert coldest is None or coldest in below
 
 
-def test_both_places_hold_what_they_say_through_all_that_can_happen() -> None:
+def test_both_places_hold_what_they_say_through_all_that_can_happen():
     early = 0
     for seed in range(60):
         place = Place(seed)
@@ -287,7 +283,7 @@ def test_both_places_hold_what_they_say_through_all_that_can_happen() -> None:
     assert early > 100
 
 
-def test_without_refusals_nothing_that_ram_keeps_is_lost() -> None:
+def test_without_refusals_nothing_that_ram_keeps_is_lost():
     lost = list[ChunkKey]()
     for seed in range(20):
         place = Place(seed)

@@ -83,7 +83,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("policy", [LRU, Segments])
-def test_a_session_that_is_over_leaves_first_end_first_and_is_not_written(policy: PolicyOf) -> None:
+def test_a_session_that_is_over_leaves_first_end_first_and_is_not_written(policy):
     cache = Cache(8, policy)
     old, ended = keys(1, 2), keys(5, 6, 7)
     cache.request(old)
@@ -100,7 +100,7 @@ def test_a_session_that_is_over_leaves_first_end_first_and_is_not_written(policy
     cache.store.check(idle=True)
 
 
-def test_what_another_session_shares_stays() -> None:
+def test_what_another_session_shares_stays():
     cache = Cache(8)
     ended = keys(1, 2, 3)
     cache.request(keys(1, 8, 9))
@@ -109,7 +109,7 @@ def test_what_another_session_shares_stays() -> None:
     assert cache.store._directory._over == {*ended[1:]}
 
 
-def test_below_it_is_coldest_too() -> None:
+def test_below_it_is_coldest_too():
     cache = Cache(2, below=3)
     for token in (1, 2, 3, 4):
         cache.request(keys(token))
@@ -121,7 +121,7 @@ def test_below_it_is_coldest_too() -> None:
 
 
 @pytest.mark.parametrize("use", ["load", "save"])
-def test_any_later_use_or_save_takes_the_mark_away(use: str) -> None:
+def test_any_later_use_or_save_takes_the_mark_away(use):
     cache = Cache(4)
     run = keys(1, 2)
     cache.request(run)
@@ -137,7 +137,7 @@ def test_any_later_use_or_save_takes_the_mark_away(use: str) -> None:
     assert {*run} <= {*cache.tier.held}, "it is written when it leaves, as all else"
 
 
-def test_a_prompt_that_came_after_the_hint_but_is_followed_later_wins() -> None:
+def test_a_prompt_that_came_after_the_hint_but_is_followed_later_wins():
     cache = Cache(8)
     run = keys(1, 2, 3)
     cache.request(run)
@@ -147,7 +147,7 @@ def test_a_prompt_that_came_after_the_hint_but_is_followed_later_wins() -> None:
     assert cache.store._directory._over == {run[2]}
 
 
-def test_a_hint_for_which_too_much_was_used_to_remember_it_marks_nothing() -> None:
+def test_a_hint_for_which_too_much_was_used_to_remember_it_marks_nothing():
     cache = Cache(2, below=2)
     run = keys(1, 2)
     cache.request(run)
@@ -161,7 +161,7 @@ def test_a_hint_for_which_too_much_was_used_to_remember_it_marks_nothing() -> No
     assert cache.store._directory._over == {*run}, "the next hint does"
 
 
-def test_what_is_read_at_this_moment_is_not_over() -> None:
+def test_what_is_read_at_this_moment_is_not_over():
     cache = Cache(8)
     run = keys(1, 2, 3)
     cache.request(run)
@@ -172,7 +172,7 @@ def test_what_is_read_at_this_moment_is_not_over() -> None:
     assert run[0] not in cache.store._directory._over
 
 
-def test_a_session_can_be_closed_by_its_name() -> None:
+def test_a_session_can_be_closed_by_its_name():
     cache = Cache(8)
     cache.request(keys(1, 2), "one")
     cache.request(keys(1, 2, 3), "one")
@@ -183,7 +183,7 @@ def test_a_session_can_be_closed_by_its_name() -> None:
     cache.store.check(idle=True)
 
 
-def test_a_wrong_hint_costs_one_recompute() -> None:
+def test_a_wrong_hint_costs_one_recompute():
     cache = Cache(6, below=6)
     run = keys(1, 2, 3)
     cache.request(run)
@@ -194,7 +194,7 @@ def test_a_wrong_hint_costs_one_recompute() -> None:
     assert cache.request(run) == 3
 
 
-def test_wrong_hints_of_one_client_change_nothing_for_another() -> None:
+def test_wrong_hints_of_one_client_change_nothing_for_another():
     cache = Cache(4)
     for number in range(120):
         wrong = keys(1000 + number)
@@ -211,7 +211,7 @@ def test_wrong_hints_of_one_client_change_nothing_for_another() -> None:
 
 
 @pytest.mark.parametrize("policy", [LRU, Segments])
-def test_what_is_kept_outlives_what_came_later_until_its_time_is_over(policy: PolicyOf) -> None:
+def test_what_is_kept_outlives_what_came_later_until_its_time_is_over(policy):
     cache = Cache(6, policy)
     run = keys(1, 2, 3)
     cache.request(run)
@@ -230,7 +230,7 @@ def test_what_is_kept_outlives_what_came_later_until_its_time_is_over(policy: Po
     assert not cache.in_ram & {*run}
 
 
-def test_no_more_than_half_is_kept_and_a_full_cache_still_takes_new_chunks() -> None:
+def test_no_more_than_half_is_kept_and_a_full_cache_still_takes_new_chunks():
     cache = Cache(8)
     for number in range(8):
         run = keys(100 + number)
@@ -244,7 +244,7 @@ def test_no_more_than_half_is_kept_and_a_full_cache_still_takes_new_chunks() -> 
     assert cache.in_ram == {*new}, "kept is no pin"
 
 
-def test_the_shadows_learn_what_is_over() -> None:
+def test_the_shadows_learn_what_is_over():
     adaptive = Adaptive()
     cache = Cache(8, adaptive=adaptive)
     cache.request(keys(1, 2, 3))
@@ -254,7 +254,7 @@ def test_the_shadows_learn_what_is_over() -> None:
     assert len(shadows) == len(SETTINGS)
 
 
-def test_hints_are_dropped_and_counted_rather_than_queued_without_end() -> None:
+def test_hints_are_dropped_and_counted_rather_than_queued_without_end():
     cache = Cache(8)
     for _ in range(300):
         cache.store.hint(keys(1), OVER)
@@ -280,9 +280,7 @@ def test_hints_are_dropped_and_counted_rather_than_queued_without_end() -> None:
         ({"keep_s": "5m", "over": True}, OVER, 1),
     ],
 )
-def test_words_are_read_and_bad_ones_counted(
-    given: dict[str, object], hint: Hint, bad: int
-) -> None:
+def test_words_are_read_and_bad_ones_counted(given, hint, bad):
     assert read(given) == (hint, bad)
 
 
@@ -305,9 +303,7 @@ PROMPTS = st.sampled_from(
 )
 @example([("load", (0,)), ("over", (0,)), ("save", (0,)), ("turn", (0,))], LRU)
 @example([("load", (0, 0)), ("load", (0,)), ("save", (0, 0)), ("over", (0,)), ("turn", (0,))], LRU)
-def test_a_mark_never_outlives_a_later_use(
-    steps: list[tuple[str, tuple[int, ...]]], policy: PolicyOf | None
-) -> None:
+def test_a_mark_never_outlives_a_later_use(steps, policy):
     adaptive = Adaptive() if policy is None else None
     cache = Cache(5, policy or LRU, below=3, adaptive=adaptive)
     touched: dict[ChunkKey, int] = {}
@@ -351,15 +347,12 @@ NAMES = st.tuples(st.none() | WORDS, WORDS)
 @given(NAMES, NAMES)
 @example(("a", "bc"), ("ab", "c"))
 @example(("", "abc"), ("abc", ""))
-def test_sessions_have_one_name_only_when_salt_and_session_are_the_same(
-    one: tuple[str | None, str], other: tuple[str | None, str]
-) -> None:
-    """Whatever letters two tenants choose, neither can name a session of the other."""
+def test_sessions_have_one_name_only_when_salt_and_session_are_the_same(one, other):
     same = ((one[0] or "", one[1]) == (other[0] or "", other[1])) or not (one[1] or other[1])
     assert (session_name(*one) == session_name(*other)) == same
 
 
-def test_a_server_is_told_of_the_salt_of_a_client_that_keeps_a_prompt() -> None:
+def test_a_server_is_told_of_the_salt_of_a_client_that_keeps_a_prompt():
     store = Store(Pool(8, SLOT))
     session = Session(store, 1)
     with store.save(run := keys(1, 2), 1) as lease:

@@ -3,8 +3,6 @@ part is configured."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +47,7 @@ def kept_by(directory: Directory, owner: int) -> list[ChunkKey]:
     return [*directory.order.kept.of(owner)]
 
 
-def test_each_tenant_has_a_bound_of_its_own() -> None:
+def test_each_tenant_has_a_bound_of_its_own():
     directory = Directory(20, keep=0.25)
     keep_some(directory, 1, 100, 8)
     keep_some(directory, 2, 200, 8)
@@ -57,7 +55,7 @@ def test_each_tenant_has_a_bound_of_its_own() -> None:
     assert kept_by(directory, 2) == [key(number) for number in range(203, 208)]
 
 
-def test_of_a_quota_as_large_a_part_is_kept_as_of_the_whole() -> None:
+def test_of_a_quota_as_large_a_part_is_kept_as_of_the_whole():
     directory = Directory(16, share=0.5)
     keep_some(directory, 1, 100, 8)
     assert kept_by(directory, 1) == [key(number) for number in (104, 105, 106, 107)]
@@ -68,8 +66,7 @@ def test_of_a_quota_as_large_a_part_is_kept_as_of_the_whole() -> None:
     assert all(directory.get(key(number)) for number in (104, 105, 106, 107)), "others left first"
 
 
-def test_of_two_clients_with_salts_the_one_that_keeps_more_gives_way() -> None:
-    """They are one owner: clients of one engine, in one namespace."""
+def test_of_two_clients_with_salts_the_one_that_keeps_more_gives_way():
     directory = Directory(128)
     keep_some(directory, 1, 100, 30, "quiet")
     keep_some(directory, 1, 300, 90, "greedy")
@@ -81,13 +78,13 @@ def test_of_two_clients_with_salts_the_one_that_keeps_more_gives_way() -> None:
     }, "of the greedy one's the coldest left"
 
 
-def test_a_client_alone_may_keep_what_its_tenant_may() -> None:
+def test_a_client_alone_may_keep_what_its_tenant_may():
     directory = Directory(16)
     keep_some(directory, 1, 100, 12, "alone")
     assert kept_by(directory, 1) == [key(number) for number in range(104, 112)]
 
 
-def test_what_a_salt_keeps_in_ram_it_keeps_in_the_tiers_too() -> None:
+def test_what_a_salt_keeps_in_ram_it_keeps_in_the_tiers_too():
     lane = ManualLane(urgent_bound=99, bound=99)
     store = Store(Pool(32, SLOT), [(DictTier(32), lane)])
     with store.save([key(1)], 1) as lease:
@@ -97,7 +94,7 @@ def test_what_a_salt_keeps_in_ram_it_keeps_in_the_tiers_too() -> None:
     assert [place.kept.stays[key(1)].salt for place in store._directory._orders] == ["salt"] * 2
 
 
-def test_who_keeps_nothing_has_a_quarter_left() -> None:
+def test_who_keeps_nothing_has_a_quarter_left():
     directory = Directory(16)
     keep_some(directory, 1, 100, 7)
     for owner in (2, 3, 4):
@@ -107,7 +104,7 @@ def test_who_keeps_nothing_has_a_quarter_left() -> None:
     assert max(kept) - min(kept) <= 1, "who keeps most gives way"
 
 
-def test_each_chunk_gets_its_turn_to_be_looked_at() -> None:
+def test_each_chunk_gets_its_turn_to_be_looked_at():
     order = Owned(Segments(40), False, Kept(40))
     long, short = [[key(number) for number in part] for part in (range(12), range(12, 16))]
     for each in (*long, *short):
@@ -119,7 +116,7 @@ def test_each_chunk_gets_its_turn_to_be_looked_at() -> None:
     assert {*order.kept.stays} == {*long}
 
 
-def test_the_time_begins_anew_with_each_use() -> None:
+def test_the_time_begins_anew_with_each_use():
     order = Owned(Segments(40), False, Kept(40))
     used, unused = key(1), key(2)
     for each in (used, unused):
@@ -163,7 +160,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("on_evict", [False, True])
-def test_a_tier_keeps_it_too_whenever_it_is_written(on_evict: bool) -> None:
+def test_a_tier_keeps_it_too_whenever_it_is_written(on_evict):
     cache = Cache(on_evict=on_evict)
     for number in (1, 2, 3):
         cache.request(number)
@@ -178,7 +175,7 @@ def test_a_tier_keeps_it_too_whenever_it_is_written(on_evict: bool) -> None:
     cache.store.check(idle=True)
 
 
-def test_what_is_over_is_kept_nowhere() -> None:
+def test_what_is_over_is_kept_nowhere():
     cache = Cache(on_evict=False)
     cache.request(1)
     cache.hint(1, Hint(keep_s=60))
@@ -190,7 +187,7 @@ def test_what_is_over_is_kept_nowhere() -> None:
 
 
 @pytest.mark.parametrize(("percent", "kept"), [("25", 4), (None, 8)])
-def test_it_is_configured(percent: str | None, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_configured(percent, kept, monkeypatch):
     if percent is not None:
         monkeypatch.setenv("KVTIER_KEEP_PERCENT", percent)
     monkeypatch.setenv("KVTIER_RAM_BYTES", f"{16 * SLOT}B")
@@ -205,13 +202,13 @@ def test_it_is_configured(percent: str | None, kept: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("bad", ["0", "101", "half", "50 %"])
-def test_what_is_no_part_is_told_in_words(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_part_is_told_in_words(bad, monkeypatch):
     monkeypatch.setenv("KVTIER_KEEP_PERCENT", bad)
     with pytest.raises(ConfigError, match="a whole number from 1 to 100"):
         load()
 
 
-def test_a_file_has_it_in_the_section_of_the_engine(tmp_path: Path) -> None:
+def test_a_file_has_it_in_the_section_of_the_engine(tmp_path):
     path = tmp_path / "kvtier.yaml"
     path.write_text("engine:\n  keep_percent: 30\n")
     assert load(str(path)).engine.keep_percent == 30
@@ -291,12 +288,7 @@ class Model:
 @given(
     STEPS, st.sampled_from([LRU, Segments]), st.booleans(), st.sampled_from([0.1, 0.5, 0.9, 1.0])
 )
-def test_no_owner_ever_keeps_more_than_its_part_and_no_key_is_lost(
-    steps: list[tuple[str, list[int], int]],
-    policy: type[LRU] | type[Segments],
-    split: bool,
-    part: float,
-) -> None:
+def test_no_owner_ever_keeps_more_than_its_part_and_no_key_is_lost(steps, policy, split, part):
     model = Model(Owned(policy(12), split, Kept(12, part)))
     for step, numbers, number in steps:
         model.step(step, [key(each) for each in numbers], number)

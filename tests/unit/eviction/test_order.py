@@ -124,13 +124,13 @@ def hits(policy: PolicyOf) -> int:
     return served
 
 
-def test_a_policy_that_remembers_hits_more_than_lru_under_the_real_store() -> None:
+def test_a_policy_that_remembers_hits_more_than_lru_under_the_real_store():
     assert hits(LRU) < 6, "the scans push the system prompt out"
     assert hits(Twice) > 30, "it was used a second time, so it stays"
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_to_be_stored_is_no_use_however_many_steps_it_takes(steps: int) -> None:
+def test_to_be_stored_is_no_use_however_many_steps_it_takes(steps):
     made: list[Twice] = []
     store = Store(Pool(8, SLOT), orders=Orders(keeping(made)))
     run = LAYOUT.keys([1, 2, 3, 4])
@@ -143,7 +143,7 @@ def test_to_be_stored_is_no_use_however_many_steps_it_takes(steps: int) -> None:
     assert (len(policy.new), len(policy.again), policy.told["used"]) == (0, 4, 1)
 
 
-def test_what_left_for_room_is_remembered_and_what_was_forgotten_is_not() -> None:
+def test_what_left_for_room_is_remembered_and_what_was_forgotten_is_not():
     policy = Twice(2)
     directory = Directory(2, policy=lambda room: policy)
     for key in (A, B):
@@ -156,7 +156,7 @@ def test_what_left_for_room_is_remembered_and_what_was_forgotten_is_not() -> Non
     assert list(policy.again) == [A]
 
 
-def test_a_tier_tells_its_own_policy_the_same() -> None:
+def test_a_tier_tells_its_own_policy_the_same():
     made: list[Twice] = []
     tier, lane = DictTier(2), ManualLane(bound=8)
     store = Store(Pool(8, SLOT), [(tier, lane)], Orders(keeping(made), keeping(made)))
@@ -170,7 +170,7 @@ def test_a_tier_tells_its_own_policy_the_same() -> None:
     assert list(made[1].again) == LAYOUT.keys([2])
 
 
-def test_a_pinned_chunk_stays_known_is_passed_over_and_becomes_the_hottest_of_its_kind() -> None:
+def test_a_pinned_chunk_stays_known_is_passed_over_and_becomes_the_hottest_of_its_kind():
     policy = Twice(3)
     directory = Directory(3, policy=lambda room: policy)
     a, *_ = [fill(directory, key) for key in (A, B, C)]
@@ -184,8 +184,7 @@ def test_a_pinned_chunk_stays_known_is_passed_over_and_becomes_the_hottest_of_it
     directory.check(idle=True)
 
 
-def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once() -> None:
-    """It is looked at once, not at every eviction while its reader holds it."""
+def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once():
     directory = Directory(64)
     for number in range(64):
         entry = fill(directory, LAYOUT.keys([1000 + number])[0])
@@ -215,7 +214,7 @@ def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once() -> None:
     directory.check()
 
 
-def test_where_all_is_read_nobody_walks() -> None:
+def test_where_all_is_read_nobody_walks():
     directory = Directory(4, share=0.5)
     entries = [fill(directory, key, owner=1 + (key in (C, D))) for key in (A, B, C, D)]
     for entry in entries[:2]:
@@ -229,7 +228,7 @@ def test_where_all_is_read_nobody_walks() -> None:
     assert directory.reserve(LAYOUT.keys([9])[0], (), owner=2) is None
 
 
-def test_a_policy_learns_of_new_room() -> None:
+def test_a_policy_learns_of_new_room():
     made: list[Twice] = []
     directory = Directory(4, [6], policy=keeping(made))
     directory.resize(2, 10)

@@ -9,14 +9,14 @@ import pytest
 from kvtier.eviction.saved_compute import DEFAULT_S0, SavedCompute, balance, weight
 
 
-def test_the_default_is_that_of_an_8b_model() -> None:
+def test_the_default_is_that_of_an_8b_model():
     assert balance(8_000_000_000, 2 * 32 * 32 * 128) == pytest.approx(DEFAULT_S0, rel=0.01)
     assert balance(8_000_000_000, 0) == math.inf
     assert weight(DEFAULT_S0) == 2 == 2 * weight(0)
 
 
 @pytest.mark.parametrize(("first", "chunks"), [(0, 0), (0, 1), (0, 400), (37, 63)])
-def test_a_run_spares_the_sum_of_its_chunks(first: int, chunks: int) -> None:
+def test_a_run_spares_the_sum_of_its_chunks(first, chunks):
     spared = SavedCompute(256, 10_000.0)
     middles = [(number + 0.5) * 256 for number in range(first, first + chunks)]
     assert spared.of(chunks, first) == pytest.approx(sum(weight(at, 10_000.0) for at in middles))

@@ -40,7 +40,7 @@ def do(policy: Policy, step: str, run: Sequence[ChunkKey]) -> None:
 
 
 @given(STEPS)
-def test_the_first_setting_is_lru(steps: list[tuple[str, list[ChunkKey]]]) -> None:
+def test_the_first_setting_is_lru(steps):
     lru, segments = LRU(6), Segments(6)
     for step, run in steps:
         do(lru, step, run)
@@ -55,9 +55,7 @@ def test_the_first_setting_is_lru(steps: list[tuple[str, list[ChunkKey]]]) -> No
         st.tuples(st.integers(0, 60), st.sampled_from(SETTINGS), st.integers(0, 8)), max_size=4
     ),
 )
-def test_any_setting_at_any_time_knows_the_same_keys(
-    steps: list[tuple[str, list[ChunkKey]]], changes: list[tuple[int, Setting, int]]
-) -> None:
+def test_any_setting_at_any_time_knows_the_same_keys(steps, changes):
     segments, known = Segments(6), set[ChunkKey]()
     for at, (step, run) in enumerate(steps):
         for when, setting, room in changes:
@@ -72,7 +70,7 @@ def test_any_setting_at_any_time_knows_the_same_keys(
         assert all((key in segments) == (key in known) for key in KEYS)
 
 
-def test_what_was_used_again_stays_before_what_came_once() -> None:
+def test_what_was_used_again_stays_before_what_came_once():
     segments = Segments(4, Setting(0.5, 1.0))
     for key in (A, B, C):
         segments.add((key,))
@@ -84,7 +82,7 @@ def test_what_was_used_again_stays_before_what_came_once() -> None:
     )
 
 
-def test_to_be_ordered_is_no_use() -> None:
+def test_to_be_ordered_is_no_use():
     segments = Segments(4, Setting(0.5, 1.0))
     for key in (A, B, C):
         segments.add((key,))
@@ -93,7 +91,7 @@ def test_to_be_ordered_is_no_use() -> None:
     assert list(segments) == [B, A, C]
 
 
-def test_what_comes_back_soon_is_known_and_later_it_is_not() -> None:
+def test_what_comes_back_soon_is_known_and_later_it_is_not():
     segments = Segments(2, Setting(0.5, 2.0))
     for key in (A, B, C):
         segments.add((key,))
@@ -108,7 +106,7 @@ def test_what_comes_back_soon_is_known_and_later_it_is_not() -> None:
     assert list(segments) == [C, B, A], "it left too long ago"
 
 
-def test_what_was_forgotten_is_not_remembered() -> None:
+def test_what_was_forgotten_is_not_remembered():
     segments = Segments(2, Setting(0.5, 2.0))
     segments.add((A,))
     segments.evicted((A,))
@@ -118,7 +116,7 @@ def test_what_was_forgotten_is_not_remembered() -> None:
     assert list(segments) == [A, B]
 
 
-def test_back_to_lru_a_few_keys_move_at_a_time() -> None:
+def test_back_to_lru_a_few_keys_move_at_a_time():
     segments = Segments(1000, SETTINGS[1])
     keys = [ChunkKey(number.to_bytes(40, "big")) for number in range(500)]
     for key in keys:
@@ -133,7 +131,7 @@ def test_back_to_lru_a_few_keys_move_at_a_time() -> None:
     assert list(segments) == before and not segments._again
 
 
-def test_in_a_smaller_place_no_eviction_waits_until_all_is_forgotten_that_is_too_much() -> None:
+def test_in_a_smaller_place_no_eviction_waits_until_all_is_forgotten_that_is_too_much():
     segments = Segments(1000, SETTINGS[1])
     keys = [ChunkKey(number.to_bytes(40, "big")) for number in range(900)]
     segments.add(keys)
@@ -146,9 +144,7 @@ def test_in_a_smaller_place_no_eviction_waits_until_all_is_forgotten_that_is_too
 
 
 @pytest.mark.parametrize("setting", [LRU_SETTING, Setting(0.1, 1.0)], ids=lambda one: one.name)
-def test_under_a_smaller_share_no_use_waits_for_more_moves_than_its_own_and_a_few(
-    setting: Setting,
-) -> None:
+def test_under_a_smaller_share_no_use_waits_for_more_moves_than_its_own_and_a_few(setting):
     segments = Segments(1000, SETTINGS[1])
     keys = [ChunkKey(number.to_bytes(40, "big")) for number in range(800)]
     for key in keys:
@@ -168,7 +164,7 @@ def test_under_a_smaller_share_no_use_waits_for_more_moves_than_its_own_and_a_fe
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("room", [5, 40])
-def test_a_shadow_hits_what_a_directory_hits(setting: Setting, room: int) -> None:
+def test_a_shadow_hits_what_a_directory_hits(setting, room):
     draw = random.Random(room)
     runs = list[list[ChunkKey]]()
     for number in range(400):

@@ -18,7 +18,7 @@ def exclusive(sessions: Sessions, run: Sequence[ChunkKey]) -> list[ChunkKey]:
     return [key for part in sessions.exclusive(run) for key in part]
 
 
-def test_a_turn_goes_on_where_the_last_one_ended() -> None:
+def test_a_turn_goes_on_where_the_last_one_ended():
     sessions = Sessions(100)
     first = sessions.seen(keys(1, 2, 3))
     assert sessions.seen(keys(1, 2, 3, 4, 5)) == first
@@ -26,7 +26,7 @@ def test_a_turn_goes_on_where_the_last_one_ended() -> None:
     assert sessions.seen(keys(7, 8)) != first
 
 
-def test_another_conversation_shares_only_the_system_prompt() -> None:
+def test_another_conversation_shares_only_the_system_prompt():
     sessions = Sessions(100)
     first = sessions.seen(keys(1, 2, 3))
     assert sessions.seen(keys(1, 9, 9)) != first
@@ -34,7 +34,7 @@ def test_another_conversation_shares_only_the_system_prompt() -> None:
     assert exclusive(sessions, keys(1, 9, 9)) == keys(1, 9, 9)[1:]
 
 
-def test_an_answer_made_anew_is_the_same_session() -> None:
+def test_an_answer_made_anew_is_the_same_session():
     sessions = Sessions(100)
     first = sessions.seen(keys(1, 2, 3, 4, 5, 6))
     assert sessions.seen(keys(1, 2, 3, 4, 7)) == first
@@ -42,7 +42,7 @@ def test_an_answer_made_anew_is_the_same_session() -> None:
     assert exclusive(sessions, keys(1, 2, 3, 4, 7)) == keys(1, 2, 3, 4, 7) + left
 
 
-def test_of_a_long_system_prompt_the_third_conversation_tells() -> None:
+def test_of_a_long_system_prompt_the_third_conversation_tells():
     sessions = Sessions(100)
     system = [1] * 9
     for user in range(4):
@@ -55,14 +55,14 @@ def test_of_a_long_system_prompt_the_third_conversation_tells() -> None:
     assert sessions.seen(keys(*system, 3, 3, 3, 4)) == sessions.seen(keys(*system, 3, 3, 3, 4, 5))
 
 
-def test_a_chunk_that_is_not_full_yet_differs_in_the_next_turn() -> None:
+def test_a_chunk_that_is_not_full_yet_differs_in_the_next_turn():
     sessions = Sessions(100)
     number = sessions.seen(keys(1, 2, 3, 100))
     for turn in range(5):
         assert sessions.seen(keys(1, 2, 3, *range(4, 5 + turn), 101 + turn)) == number
 
 
-def test_chunks_that_were_not_full_are_the_session_s_own_after_the_turns_that_had_them() -> None:
+def test_chunks_that_were_not_full_are_the_session_s_own_after_the_turns_that_had_them():
     sessions, ends = Sessions(100), list[ChunkKey]()
     for turn in range(5):
         run = keys(1, 2, 3, *range(4, 5 + turn), 101 + turn)
@@ -76,7 +76,7 @@ def test_chunks_that_were_not_full_are_the_session_s_own_after_the_turns_that_ha
     ]
 
 
-def test_an_end_that_another_session_has_too_is_not_its_own() -> None:
+def test_an_end_that_another_session_has_too_is_not_its_own():
     sessions = Sessions(100)
     sessions.seen(keys(1, 2, 3, 4), "a")
     sessions.seen(keys(1, 2, 3, 5), "a")
@@ -84,7 +84,7 @@ def test_an_end_that_another_session_has_too_is_not_its_own() -> None:
     assert exclusive(sessions, keys(1, 2, 3, 5)) == keys(1, 2, 3, 5)[-1:]
 
 
-def test_a_name_decides_and_remembers_its_last_prompt() -> None:
+def test_a_name_decides_and_remembers_its_last_prompt():
     sessions = Sessions(100)
     a = sessions.seen(keys(1, 2, 3), "a")
     assert sessions.seen(keys(1, 2, 3, 4), "b") != a
@@ -93,7 +93,7 @@ def test_a_name_decides_and_remembers_its_last_prompt() -> None:
     assert exclusive(sessions, keys(1, 2, 3, 4)) == keys(1, 2, 3, 4)[3:], "b shares what a had"
 
 
-def test_the_answer_after_a_session_s_last_prompt_is_its_own() -> None:
+def test_the_answer_after_a_session_s_last_prompt_is_its_own():
     sessions = Sessions(100)
     sessions.seen(keys(1, 2, 3))
     sessions.seen(keys(1, 9))
@@ -101,11 +101,11 @@ def test_the_answer_after_a_session_s_last_prompt_is_its_own() -> None:
     assert exclusive(sessions, keys(1, 6)) == [], "what comes after a shared chunk is nobody's"
 
 
-def test_what_it_does_not_know_is_not_private() -> None:
+def test_what_it_does_not_know_is_not_private():
     assert exclusive(Sessions(100), keys(1, 2)) == []
 
 
-def test_all_of_it_is_bounded() -> None:
+def test_all_of_it_is_bounded():
     sessions = Sessions(50)
     for number in range(40_000):
         sessions.seen([ChunkKey(number.to_bytes(40, "big"))], f"name{number}")
@@ -119,7 +119,7 @@ def test_all_of_it_is_bounded() -> None:
     )
 
 
-def test_a_shared_chunk_that_is_used_stays_known_as_shared() -> None:
+def test_a_shared_chunk_that_is_used_stays_known_as_shared():
     sessions = Sessions(8)
     for number in range(50):
         run = keys(1, 100 + number, 200 + number)

@@ -62,9 +62,7 @@ def lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
 @pytest.mark.parametrize("room", [4, 16, 40, 100])
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("spare", [0, 1 << 20])
-def test_it_is_equal_to_separate_lrus_to_the_chunk(
-    room: int, seed: int, spare: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_equal_to_separate_lrus_to_the_chunk(room, seed, spare, monkeypatch):
     monkeypatch.setattr("kvtier.eviction.what_if._SPARE", spare)
     runs = prompts(400, seed)
     curve = Curve(room)
@@ -87,9 +85,7 @@ def plain_lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_hit_ends_at_a_hole_where_chunks_do_not_follow_each_other(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hit_ends_at_a_hole_where_chunks_do_not_follow_each_other(seed, monkeypatch):
     monkeypatch.setattr("kvtier.eviction.what_if._SPARE", 0)
     draw = random.Random(seed)
     keys = [ChunkKey(draw.randbytes(40)) for _ in range(60)]
@@ -102,7 +98,7 @@ def test_a_hit_ends_at_a_hole_where_chunks_do_not_follow_each_other(
     assert found == [plain_lru_hits(int(8 * scale), runs) for scale in SCALES]
 
 
-def test_it_is_bounded_and_says_how_far_it_may_be_off() -> None:
+def test_it_is_bounded_and_says_how_far_it_may_be_off():
     whole, sample = Curve(12_500), Curve(50_000)
     assert (whole.part, sample.part) == (1.0, 0.25)
     draw = random.Random(1)
@@ -117,7 +113,7 @@ def test_it_is_bounded_and_says_how_far_it_may_be_off() -> None:
     assert all(0 < point.error < 0.05 for point in sample.points() if point.ratio)
 
 
-def test_chunks_that_are_used_all_the_time_take_no_more_room() -> None:
+def test_chunks_that_are_used_all_the_time_take_no_more_room():
     curve, draw = Curve(1000), random.Random(1)
     cold = [ChunkKey(draw.randbytes(40)) for _ in range(3000)]
     hot = [ChunkKey(draw.randbytes(40)) for _ in range(10)]
@@ -129,11 +125,11 @@ def test_chunks_that_are_used_all_the_time_take_no_more_room() -> None:
     assert curve._counts == [250, 500, 1000, 2000, 3010, 3010]
 
 
-def test_before_anything_is_asked_there_is_no_curve() -> None:
+def test_before_anything_is_asked_there_is_no_curve():
     assert Curve(10).points() == []
 
 
-def test_a_store_keeps_one_of_each_place_as_long_as_it_is_read() -> None:
+def test_a_store_keeps_one_of_each_place_as_long_as_it_is_read():
     spare, clock = ManualLane(bound=1), Clock()
     store = Store(Pool(8, SLOT), spare=spare, clock=clock)
     spare.run()
@@ -156,7 +152,7 @@ def test_a_store_keeps_one_of_each_place_as_long_as_it_is_read() -> None:
     assert store.follower.read_curve("ram") == curve.points(), "it begins anew"
 
 
-def test_a_long_prompt_is_followed_in_pieces_with_the_same_result() -> None:
+def test_a_long_prompt_is_followed_in_pieces_with_the_same_result():
     runs = [*prompts(3, 3), [ChunkKey(bytes([at % 251, at >> 8]) * 20) for at in range(700)]]
     curve = Curve(100)
     for number, run in enumerate([*runs, *runs]):

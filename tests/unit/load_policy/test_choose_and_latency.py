@@ -32,7 +32,7 @@ def paced(threads: int, read_s: float | None = None) -> Pace:
 # ---- averages ------------------------------------------------------------------------------------
 
 
-def test_an_average_converges_in_a_burst_and_gives_in_at_once_after_a_silence() -> None:
+def test_an_average_converges_in_a_burst_and_gives_in_at_once_after_a_silence():
     average = Average()
     average.add(10.0, 0.0)
     for _ in range(40):
@@ -42,14 +42,14 @@ def test_an_average_converges_in_a_burst_and_gives_in_at_once_after_a_silence() 
     assert average.value == pytest.approx(7.0)
 
 
-def test_one_outlier_in_a_burst_has_an_eighth_of_the_say() -> None:
+def test_one_outlier_in_a_burst_has_an_eighth_of_the_say():
     average = Average()
     average.add(1.0, 0.0)
     average.add(9.0, 0.0)
     assert average.value == pytest.approx(2.0)
 
 
-def test_after_two_seconds_of_silence_a_sample_has_as_much_say_as_one_time_constant_gives() -> None:
+def test_after_two_seconds_of_silence_a_sample_has_as_much_say_as_one_time_constant_gives():
     average = Average()
     average.add(1.0, 10.0)
     average.add(2.0, 12.0)
@@ -57,7 +57,7 @@ def test_after_two_seconds_of_silence_a_sample_has_as_much_say_as_one_time_const
 
 
 @given(st.lists(st.tuples(st.floats(), st.floats(-1e9, 1e9)), max_size=30))
-def test_an_average_stays_among_its_samples(samples: list[tuple[float, float]]) -> None:
+def test_an_average_stays_among_its_samples(samples):
     average = Average()
     for sample, now in samples:
         average.add(sample, now)
@@ -72,7 +72,7 @@ def test_an_average_stays_among_its_samples(samples: list[tuple[float, float]]) 
 # ---- a tier's lane -------------------------------------------------------------------------------
 
 
-def test_an_unknown_tier_says_so_and_a_write_stands_in_for_the_first_read() -> None:
+def test_an_unknown_tier_says_so_and_a_write_stands_in_for_the_first_read():
     pace = Pace(2)
     assert pace.wait(5, 0.0) is None
     pace.wrote(pace.begun(0.0), 0.25, stored=True)
@@ -81,7 +81,7 @@ def test_an_unknown_tier_says_so_and_a_write_stands_in_for_the_first_read() -> N
     assert pace.chunk_s == pytest.approx(1.0), "a read is known: writes say nothing any more"
 
 
-def test_what_waits_before_and_how_many_read_at_once_count() -> None:
+def test_what_waits_before_and_how_many_read_at_once_count():
     pace = paced(4, read_s=0.1)
     assert pace.wait(1, 1.0) == pytest.approx(0.1), "one read cannot be divided"
     assert pace.wait(8, 1.0) == pytest.approx(0.2)
@@ -89,7 +89,7 @@ def test_what_waits_before_and_how_many_read_at_once_count() -> None:
     assert pace.wait(8, 1.0) == pytest.approx(0.4)
 
 
-def test_threads_that_are_busy_are_waited_for() -> None:
+def test_threads_that_are_busy_are_waited_for():
     pace = paced(2, read_s=1.0)
     for _ in range(2):
         pace.begun(10.0)
@@ -98,7 +98,7 @@ def test_threads_that_are_busy_are_waited_for() -> None:
     assert pace.wait(4, 10.25) == pytest.approx(2.75), "two reads on each thread, after 0.75 s"
 
 
-def test_a_call_that_does_not_end_makes_the_tier_slow_before_it_fails() -> None:
+def test_a_call_that_does_not_end_makes_the_tier_slow_before_it_fails():
     pace = paced(2, read_s=0.01)
     calls = [pace.begun(10.0) for _ in range(2)]
     assert (pace.wait(1, 10.0) or 0) < 0.03
@@ -111,13 +111,13 @@ def test_a_call_that_does_not_end_makes_the_tier_slow_before_it_fails() -> None:
     assert (stuck.wait(4, 40.0) or 0) == pytest.approx(0.04), "the other thread does the work"
 
 
-def test_the_first_call_of_all_tells_by_not_ending() -> None:
+def test_the_first_call_of_all_tells_by_not_ending():
     pace = Pace(1)
     pace.begun(0.0)
     assert (pace.wait(1, 60.0) or 0) >= 60
 
 
-def test_a_quick_failure_and_a_quick_answer_do_not_make_a_tier_fast() -> None:
+def test_a_quick_failure_and_a_quick_answer_do_not_make_a_tier_fast():
     pace = paced(1, read_s=1.0)
     pace.read(pace.begun(60.0), 60.0, whole=False)
     pace.asked(pace.begun(60.0), 60.001, found=0.0)
@@ -125,7 +125,7 @@ def test_a_quick_failure_and_a_quick_answer_do_not_make_a_tier_fast() -> None:
     assert pace.odds < 1
 
 
-def test_what_an_earlier_run_has_read_stands_in_until_there_is_a_read() -> None:
+def test_what_an_earlier_run_has_read_stands_in_until_there_is_a_read():
     pace = Pace(1)
     pace.remembered_s = 0.5
     pace.wrote(pace.begun(0.0), 9.0, stored=True)
@@ -136,7 +136,7 @@ def test_what_an_earlier_run_has_read_stands_in_until_there_is_a_read() -> None:
     assert pace.wait(1, 10.0) == pace.read_s == 1.0
 
 
-def test_probes_are_bounded_and_never_two_at_once() -> None:
+def test_probes_are_bounded_and_never_two_at_once():
     pace = paced(1, read_s=1.0)
     assert pace.probe_due(10.0)
     assert not pace.probe_due(1000.0), "the first has not ended"
@@ -148,25 +148,21 @@ def test_probes_are_bounded_and_never_two_at_once() -> None:
 @pytest.mark.parametrize(
     ("chunk_s", "pause_s"), [(None, 2.0), (0.5, 4.0), (1.0, 6.0), (10.0, 30.0)]
 )
-def test_a_probe_waits_for_two_seconds_and_four_reads_and_half_a_minute_at_most(
-    chunk_s: float | None, pause_s: float
-) -> None:
+def test_a_probe_waits_for_two_seconds_and_four_reads_and_half_a_minute_at_most(chunk_s, pause_s):
     pace = paced(1, chunk_s)
     pace.probed(100.0)
     assert not pace.probe_due(100.0 + pause_s - 0.25)
     assert pace.probe_due(100.0 + pause_s)
 
 
-def test_what_a_shared_tier_holds_of_a_run_moves_its_odds_by_an_eighth() -> None:
+def test_what_a_shared_tier_holds_of_a_run_moves_its_odds_by_an_eighth():
     pace = Pace(1)
     assert pace.odds == 1.0
     pace.asked(pace.begun(5.0), 5.5, found=0.5)
     assert pace.odds == 1.0 - 1 / 16
 
 
-def test_a_first_read_that_fails_is_as_slow_as_it_was_and_one_that_took_no_time_says_nothing() -> (
-    None
-):
+def test_a_first_read_that_fails_is_as_slow_as_it_was_and_one_that_took_no_time_says_nothing():
     pace = Pace(1)
     pace.read(pace.begun(5.0), 5.0, whole=False)
     assert pace.chunk_s is None
@@ -174,13 +170,13 @@ def test_a_first_read_that_fails_is_as_slow_as_it_was_and_one_that_took_no_time_
     assert pace.chunk_s == 0.5
 
 
-def test_a_write_counts_from_its_begin() -> None:
+def test_a_write_counts_from_its_begin():
     pace = Pace(1)
     pace.wrote(pace.begun(10.0), 10.25, stored=True)
     assert pace.chunk_s == 0.25
 
 
-def test_a_lane_has_a_thread_and_a_call_that_is_due_now_makes_it_free_now() -> None:
+def test_a_lane_has_a_thread_and_a_call_that_is_due_now_makes_it_free_now():
     for threads in (0, 1):
         pace = paced(threads, read_s=1.0)
         assert pace.wait(2, 5.0) == 2.0
@@ -196,9 +192,7 @@ def test_a_lane_has_a_thread_and_a_call_that_is_due_now_makes_it_free_now() -> N
     st.one_of(st.none(), SECONDS),
     st.integers(0, 5000),
 )
-def test_a_wait_is_finite_and_grows_with_the_work(
-    threads: int, queued: int, begun: list[float], read_s: float | None, reads: int
-) -> None:
+def test_a_wait_is_finite_and_grows_with_the_work(threads, queued, begun, read_s, reads):
     pace = paced(threads, read_s)
     pace.queued = queued
     for at in begun:
@@ -228,24 +222,24 @@ def taught(prefill: Prefill, pace: float = 1.0) -> Prefill:
 @pytest.mark.parametrize(
     ("tokens", "cached"), [(2048, 0), (16_384, 0), (512, 16_384), (30_000, 2000)]
 )
-def test_prefill_is_learned_from_steps_and_holds_for_other_sizes(tokens: int, cached: int) -> None:
+def test_prefill_is_learned_from_steps_and_holds_for_other_sizes(tokens, cached):
     assert taught(Prefill()).seconds(tokens, cached) == pytest.approx(
         truth(tokens, cached), rel=0.02
     )
 
 
-def test_a_wrong_estimate_is_corrected_and_an_engine_that_slows_down_believed() -> None:
+def test_a_wrong_estimate_is_corrected_and_an_engine_that_slows_down_believed():
     prefill = taught(Prefill(PrefillTime(10 * FLAT)))
     assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.05)
     assert taught(prefill, pace=3.0).seconds(2048, 0) == pytest.approx(3 * truth(2048, 0), rel=0.15)
 
 
-def test_nothing_is_known_of_a_new_engine() -> None:
+def test_nothing_is_known_of_a_new_engine():
     assert Prefill().seconds(100, 0) is None
     assert Prefill(PrefillTime(1e-3)).seconds(100, 0) == pytest.approx(0.1)
 
 
-def test_short_tails_hardly_change_what_whole_steps_taught() -> None:
+def test_short_tails_hardly_change_what_whole_steps_taught():
     prefill = taught(Prefill())
     for _ in range(20):
         prefill.learn(
@@ -286,9 +280,7 @@ def line_through(
         [(1000, 1000.0, 1e-6), (1000, 9000.0, 90e-6)],
     ],
 )
-def test_what_is_learned_is_the_weighted_line_through_all_steps(
-    planned: PrefillTime | None, steps: list[tuple[int, float, float]]
-) -> None:
+def test_what_is_learned_is_the_weighted_line_through_all_steps(planned, steps):
     prefill = Prefill(planned)
     for tokens, depth, each in steps:
         prefill.learn(tokens, depth * tokens, each * tokens)
@@ -299,7 +291,7 @@ def test_what_is_learned_is_the_weighted_line_through_all_steps(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_times_that_no_engine_can_take_teach_nothing(seconds: float) -> None:
+def test_times_that_no_engine_can_take_teach_nothing(seconds):
     prefill = Prefill()
     prefill.learn(10, 50, seconds)
     prefill.at_most(seconds)
@@ -314,9 +306,7 @@ def test_times_that_no_engine_can_take_teach_nothing(seconds: float) -> None:
     st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1e6), st.floats()), max_size=40),
     st.integers(1, 10**6),
 )
-def test_prefill_is_never_negative_nor_nan(
-    steps: list[tuple[int, float, float]], tokens: int
-) -> None:
+def test_prefill_is_never_negative_nor_nan(steps, tokens):
     prefill = Prefill()
     for new, depth, seconds in steps:
         prefill.learn(new, new * (depth + new / 2), min(seconds, 1e6))
@@ -338,21 +328,19 @@ class Learnt(Prefill):
 
 
 @pytest.fixture
-def prefill() -> Learnt:
+def prefill():
     return Learnt()
 
 
 @pytest.fixture
-def clock(prefill: Learnt) -> StepClock:
+def clock(prefill):
     """A clock that has seen its first step, from 0 to 1."""
     clock = StepClock(prefill)
     clock.end(clock.plan(0.0, Work.of([(2000, 0)])), 1.0, 0.0)
     return clock
 
 
-def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(
-    clock: StepClock, prefill: Learnt
-) -> None:
+def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(clock, prefill):
     first = clock.plan(10.0, Work.of([(2000, 0)]))
     ahead = clock.plan(10.1, Work.of([(1000, 2000)]))
     clock.end(first, 12.0, 0.0)
@@ -360,9 +348,7 @@ def test_a_steps_time_begins_when_it_is_planned_or_the_one_before_has_ended(
     assert prefill.steps == [(2000, 2.0), (1000, 0.75)], "idle time and copies do not count"
 
 
-def test_steps_that_only_decode_teach_what_a_step_costs_anyway(
-    clock: StepClock, prefill: Learnt
-) -> None:
+def test_steps_that_only_decode_teach_what_a_step_costs_anyway(clock, prefill):
     for at in range(10, 20):
         clock.end(clock.plan(at, Work.of([(1, 500)] * 4)), at + 0.125, 0.0)
     clock.end(clock.plan(30.0, Work.of([])), 35.0, 0.0)
@@ -371,33 +357,27 @@ def test_steps_that_only_decode_teach_what_a_step_costs_anyway(
     assert [seconds for _, seconds in prefill.steps] == pytest.approx([0.875])
 
 
-def test_a_single_request_that_decodes_teaches_too_and_half_a_step_is_left_at_least(
-    clock: StepClock, prefill: Learnt
-) -> None:
+def test_a_single_request_that_decodes_teaches_too_and_half_a_step_is_left_at_least(clock, prefill):
     clock.end(clock.plan(10.0, Work.of([(1, 500)])), 10.5, 0.0)
     clock.end(clock.plan(20.0, Work.of([(1000, 0)])), 22.0, 0.0)
     clock.end(clock.plan(30.0, Work.of([(1000, 0)])), 30.75, 0.0)
     assert prefill.steps == [(1000, 1.5), (1000, 0.375)]
 
 
-def test_a_step_teaches_prefill_from_128_tokens_beyond_one_a_request(
-    clock: StepClock, prefill: Learnt
-) -> None:
+def test_a_step_teaches_prefill_from_128_tokens_beyond_one_a_request(clock, prefill):
     for at, work in ((10.0, [(127, 0)]), (20.0, [(128, 0)]), (30.0, [(129, 0)])):
         clock.end(clock.plan(at, Work.of(work)), at + 1, 0.0)
     assert [tokens for tokens, _ in prefill.steps] == [129]
 
 
-def test_steps_that_never_end_are_not_kept(clock: StepClock) -> None:
+def test_steps_that_never_end_are_not_kept(clock):
     for at in range(9):
         clock.plan(at, Work.of([(1, 1)]))
     clock.end(clock.plan(10.0, Work.of([(1, 1)])), 11.0, 0.0)
     assert not clock._planned
 
 
-def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(
-    clock: StepClock, prefill: Learnt
-) -> None:
+def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(clock, prefill):
     clock.plan(10.0, Work.of([(2000, 0)]))
     clock.end(clock.plan(10.0, Work.of([(2000, 0)])), 20.0, 0.0)
     assert prefill.steps == []
@@ -405,7 +385,7 @@ def test_a_step_that_was_never_seen_to_end_spoils_one_sample_and_no_more(
     assert prefill.steps == [(2000, 1.0)]
 
 
-def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> None:
+def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill):
     clock = StepClock(prefill)
     clock.end(clock.plan(0.0, Work.of([(2000, 0)])), 10.0, 0.0)
     assert prefill.steps == []
@@ -413,7 +393,7 @@ def test_an_engines_first_prefill_is_a_hint_and_no_measure(prefill: Learnt) -> N
     assert prefill.known is Certainty.GUESSED
 
 
-def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above() -> None:
+def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above():
     prefill = Prefill(PrefillTime(1e-3), Certainty.GUESSED)
     clock = StepClock(prefill)
     for at, work, bound in (
@@ -429,7 +409,7 @@ def test_a_step_that_is_too_small_to_measure_bounds_the_speed_from_above() -> No
     assert (prefill.line, prefill.known) == (measured, Certainty.MEASURED)
 
 
-def test_what_was_remembered_is_no_stronger_than_a_step_of_128_tokens() -> None:
+def test_what_was_remembered_is_no_stronger_than_a_step_of_128_tokens():
     prefill = Prefill(PrefillTime(1e-3), Certainty.REMEMBERED)
     prefill.at_most(2e-3)
     assert prefill.line == PrefillTime(1e-3)
@@ -448,24 +428,24 @@ def per_token(ends: list[HitEnd], seconds: float) -> list[float]:
     return [end.tokens * seconds for end in ends]
 
 
-def test_what_is_slower_than_computing_is_declined_and_what_is_there_loaded() -> None:
+def test_what_is_slower_than_computing_is_declined_and_what_is_there_loaded():
     ends = [HitEnd(2, 0.0), HitEnd(10, 5.0)]
     assert choose(ends, per_token(ends, 0.1)) == LoadPlan(0, False, 0.0)
     assert choose(ends, per_token(ends, 1.0))[:2] == (1, False)
 
 
-def test_the_cut_falls_between_a_fast_and_a_slow_tier() -> None:
+def test_the_cut_falls_between_a_fast_and_a_slow_tier():
     ends = [HitEnd(0, 0.0), HitEnd(8, 0.1), HitEnd(16, 30.0)]
     assert choose(ends, per_token(ends, 0.1))[:2] == (1, False)
 
 
-def test_at_the_break_even_point_nothing_is_waited_for() -> None:
+def test_at_the_break_even_point_nothing_is_waited_for():
     for wait_s, row in ((0.95, 0), (0.85, 1)):
         ends = [HitEnd(0, 0.0), HitEnd(10, wait_s)]
         assert choose(ends, per_token(ends, 0.1)).row == row
 
 
-def test_the_deadline_is_a_multiple_of_the_estimate_and_never_more_than_computing() -> None:
+def test_the_deadline_is_a_multiple_of_the_estimate_and_never_more_than_computing():
     def within(wait: float | None) -> float:
         ends = [HitEnd(4, 0.0), HitEnd(10, wait)]
         return choose(ends, per_token(ends, 0.1)).within_s
@@ -476,7 +456,7 @@ def test_the_deadline_is_a_multiple_of_the_estimate_and_never_more_than_computin
     assert within(1e-6) == pytest.approx(0.6 / 8), "not for milliseconds"
 
 
-def test_an_unknown_engine_loads_all_there_is_and_a_known_one_what_is_worth_it() -> None:
+def test_an_unknown_engine_loads_all_there_is_and_a_known_one_what_is_worth_it():
     asking = Asking(1.0, 2.0, 0.5)
     ends = [HitEnd(1, 0.0), HitEnd(10, 99.0), HitEnd(20, asking.arrive_s, asking)]
     assert LoadPolicy(60.0).choose(ends, 0) == LoadPlan(1, True, 60.0)
@@ -489,8 +469,7 @@ def test_an_unknown_engine_loads_all_there_is_and_a_known_one_what_is_worth_it()
     assert LoadPolicy(60.0).choose(ends[:2], 0) == LoadPlan(1, False, 60.0)
 
 
-def test_what_comes_in_parts_is_promised_where_it_pays_at_twice_its_estimate() -> None:
-    """A token takes a second to compute."""
+def test_what_comes_in_parts_is_promised_where_it_pays_at_twice_its_estimate():
     known = LoadPolicy(5.0, prefill=Prefill(PrefillTime(1.0)))
     ends = [HitEnd(1, 0.0), HitEnd(100, 40.0)]
     assert known.choose_in_parts(ends, 0, [0, 9]) == LoadPlan(1, False, 99.0), "not 5 s"
@@ -519,9 +498,7 @@ def both(policy: LoadPolicy, ends: Sequence[HitEnd]) -> tuple[LoadPlan, LoadPlan
 
 
 @pytest.mark.parametrize("known", [Certainty.NONE, Certainty.GUESSED])
-def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_bytes(
-    known: Certainty,
-) -> None:
+def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_bytes(known):
     for ends in (SLOW, [HitEnd(0, 0.0), HitEnd(1000, None)]):
         slowest_s = slowest_token_s(100, 10_000_000)
         for plan in both(started(known, slowest_s=slowest_s), ends):
@@ -531,8 +508,7 @@ def test_while_nothing_was_measured_everything_is_loaded_in_the_time_of_its_byte
             )
 
 
-def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slow() -> None:
-    """A busy host computes slower too."""
+def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slow():
     for wait_s, row in ((3.5, 1), (3.7, 0)):
         for plan in both(started(Certainty.REMEMBERED), [HitEnd(0, 0.0), HitEnd(1000, wait_s)]):
             assert plan.row == row
@@ -554,9 +530,8 @@ def test_what_was_remembered_forbids_the_first_load_only_where_it_is_far_too_slo
     ],
 )
 def test_a_load_of_a_quarter_of_a_second_is_not_doubted_before_the_speed_is_known(
-    known: Certainty, first: int, later: int
-) -> None:
-    """As where a small model on a busy host computes for less."""
+    known, first, later
+):
     ends = [HitEnd(0, 0.0), HitEnd(10, 0.25)]
     policy = started(known)
     assert [plan.row for plan in both(policy, ends)] == [first] * 2
@@ -566,8 +541,7 @@ def test_a_load_of_a_quarter_of_a_second_is_not_doubted_before_the_speed_is_know
 
 @pytest.mark.parametrize("known", Certainty)
 @pytest.mark.parametrize("end", ["load_ended", "gave_up"])
-def test_a_wrong_guess_costs_one_prompt_and_not_two(known: Certainty, end: str) -> None:
-    """The second one goes by what its first steps have shown, be they small."""
+def test_a_wrong_guess_costs_one_prompt_and_not_two(known, end):
     clock = Clock(10.0)
     policy = started(known, clock=clock)
     assert [plan.row for plan in both(policy, SLOW)] == [int(known <= Certainty.GUESSED)] * 2
@@ -580,7 +554,7 @@ def test_a_wrong_guess_costs_one_prompt_and_not_two(known: Certainty, end: str) 
     assert [plan.row for plan in both(policy, fast)] == [1, 1], "a right one costs none"
 
 
-def test_once_an_engine_was_measured_it_is_believed_though_nothing_was_loaded() -> None:
+def test_once_an_engine_was_measured_it_is_believed_though_nothing_was_loaded():
     clock = Clock(10.0)
     policy = started(Certainty.GUESSED, clock=clock)
     for _ in range(2):
@@ -590,7 +564,7 @@ def test_once_an_engine_was_measured_it_is_believed_though_nothing_was_loaded() 
     assert [plan.row for plan in both(policy, SLOW)] == [0, 0]
 
 
-def test_in_a_busy_engine_each_turn_of_the_slots_costs_two_steps() -> None:
+def test_in_a_busy_engine_each_turn_of_the_slots_costs_two_steps():
     clock = Clock(0.0)
     policy = LoadPolicy(5.0, prefill=Prefill(PrefillTime(1.0)), clock=clock)
     step = policy.planned(Work.of([(1, 0)]))
@@ -603,14 +577,14 @@ def test_in_a_busy_engine_each_turn_of_the_slots_costs_two_steps() -> None:
         assert plan.row == row
 
 
-def test_behind_a_long_beginning_the_same_tokens_are_worth_more() -> None:
+def test_behind_a_long_beginning_the_same_tokens_are_worth_more():
     ends = [HitEnd(0, 0.0), HitEnd(1000, 0.1)]
     policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(10e-6, 10e-9)))
     assert policy.choose(ends, 0).row == 0
     assert policy.choose(ends, 100_000).row == 1
 
 
-def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
+def test_a_copy_that_is_slower_than_computing_is_not_made():
     ends = [HitEnd(4, 0.0), HitEnd(8, 0.1)]
     assert choose(ends, per_token(ends, -0.1)) == LoadPlan(None, False, 0.0)
 
@@ -626,14 +600,12 @@ def test_a_copy_that_is_slower_than_computing_is_not_made() -> None:
         (None, None, 1.0, True),
     ],
 )
-def test_a_shared_tier_is_asked_when_the_answer_is_worth_it(
-    answer_s: float | None, arrive_s: float | None, odds: float, asked: bool
-) -> None:
+def test_a_shared_tier_is_asked_when_the_answer_is_worth_it(answer_s, arrive_s, odds, asked):
     ends = [HitEnd(0, 0.0), HitEnd(10, arrive_s, Asking(answer_s, arrive_s, odds))]
     assert choose(ends, per_token(ends, 0.1))[:2] == (0, asked)
 
 
-def test_behind_a_tier_that_is_declined_nobody_is_asked() -> None:
+def test_behind_a_tier_that_is_declined_nobody_is_asked():
     ends = [HitEnd(0, 0.0), HitEnd(5, 9.0), HitEnd(10, 0.01, Asking(0.01, 0.01, 1.0))]
     assert choose(ends, per_token(ends, 0.1))[:2] == (0, False)
 
@@ -649,8 +621,8 @@ def test_behind_a_tier_that_is_declined_nobody_is_asked() -> None:
     ],
 )
 def test_an_end_is_taken_only_where_it_saves_more_than_what_is_there_and_than_nothing(
-    waits: tuple[float | None, ...], saved_s: tuple[float, ...], row: int | None
-) -> None:
+    waits, saved_s, row
+):
     ends = [HitEnd(tokens, wait_s) for tokens, wait_s in enumerate(waits, 1)]
     assert choose(ends, saved_s)[:2] == (row, False)
 
@@ -667,14 +639,13 @@ def test_an_end_is_taken_only_where_it_saves_more_than_what_is_there_and_than_no
 )
 @pytest.mark.parametrize("there_s", [0.0, 2.0])
 def test_a_shared_tier_is_asked_for_what_it_may_add_and_not_for_what_is_there(
-    answer_s: float | None, more_s: float, asked: bool, there_s: float
-) -> None:
-    """It has the rest as likely as not, and brings it at once."""
+    answer_s, more_s, asked, there_s
+):
     ends = [HitEnd(1, 0.0), HitEnd(2, 0.0, Asking(answer_s, 0.0, 0.5))]
     assert choose(ends, [there_s, there_s + more_s])[:2] == (0, asked)
 
 
-def test_a_rest_that_is_asked_for_is_waited_for_as_long_as_it_takes_itself() -> None:
+def test_a_rest_that_is_asked_for_is_waited_for_as_long_as_it_takes_itself():
     ends = [HitEnd(0, 0.0), HitEnd(1, 0.0), HitEnd(3, 0.5, Asking(0.1, 0.5, 0.5))]
     assert choose(ends, [0.0, 1.0, 3.0]) == LoadPlan(1, True, 1.5)
 
@@ -688,9 +659,7 @@ WAITS = st.one_of(st.none(), st.floats(0, 100))
     st.floats(-5, 5),
     st.none() | st.floats(0, 1),
 )
-def test_a_plan_is_possible_and_waits_no_longer_than_computing_takes(
-    ready: int, more: dict[int, float | None], each: float, odds: float | None
-) -> None:
+def test_a_plan_is_possible_and_waits_no_longer_than_computing_takes(ready, more, each, odds):
     ends = [HitEnd(ready, 0.0)]
     ends += [HitEnd(ready + tokens, more[tokens]) for tokens in sorted(more)]
     known = len(ends)

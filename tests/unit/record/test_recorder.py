@@ -60,11 +60,11 @@ class Recording:
 
 
 @pytest.fixture
-def recording(tmp_path: Path) -> Recording:
+def recording(tmp_path):
     return Recording(tmp_path / "record")
 
 
-def test_a_prompt_is_one_line_of_mooncakes_form(recording: Recording) -> None:
+def test_a_prompt_is_one_line_of_mooncakes_form(recording):
     recording.clock.now = 1_700_000_000.25
     recording.prompt(run(1), session="mine", tokens=700)
     recording.prompt(run(2, 2))
@@ -76,7 +76,7 @@ def test_a_prompt_is_one_line_of_mooncakes_form(recording: Recording) -> None:
     assert recording.counts() == (2, 0)
 
 
-def test_a_trace_says_which_prompts_share_chunks_and_sessions(recording: Recording) -> None:
+def test_a_trace_says_which_prompts_share_chunks_and_sessions(recording):
     longer = [*run(1), *run(9)]
     for keys, session in ((run(1), "a"), (longer, "a"), (run(1), "b")):
         recording.prompt(keys, session=session, tokens=1700)
@@ -87,9 +87,7 @@ def test_a_trace_says_which_prompts_share_chunks_and_sessions(recording: Recordi
     assert one.session == two.session != three.session
 
 
-def test_nothing_that_is_written_can_be_joined_with_keys_or_names(
-    recording: Recording, tmp_path: Path
-) -> None:
+def test_nothing_that_is_written_can_be_joined_with_keys_or_names(recording, tmp_path):
     other = Recording(tmp_path / "other")
     for each in (recording, other):
         each.prompt(run(1), session="alice@example.org")
@@ -106,7 +104,7 @@ def test_nothing_that_is_written_can_be_joined_with_keys_or_names(
     assert {path.stat().st_mode & 0o777 for path in recording.path.iterdir()} == {0o600}
 
 
-def test_another_start_goes_on_with_the_same_ids(recording: Recording) -> None:
+def test_another_start_goes_on_with_the_same_ids(recording):
     recording.prompt(run(1))
     assert recording.recorder.close(1.0)
     again = Recording(recording.path)
@@ -117,7 +115,7 @@ def test_another_start_goes_on_with_the_same_ids(recording: Recording) -> None:
     assert one.run == two.run
 
 
-def test_a_hint_is_about_its_own_prompt(recording: Recording) -> None:
+def test_a_hint_is_about_its_own_prompt(recording):
     recording.prompt(run(1))
     recording.recorder.hint([*run(1), *run(8)], "", Hint(over=True))
     recording.recorder.hint((), "mine", Hint(keep_s=60.0))
@@ -129,7 +127,7 @@ def test_a_hint_is_about_its_own_prompt(recording: Recording) -> None:
     assert recording.lines()[2]["keep_s"] == 60.0
 
 
-def test_a_full_queue_drops_and_counts(recording: Recording) -> None:
+def test_a_full_queue_drops_and_counts(recording):
     for number in range(5000):
         recording.prompt(run(number, 1))
     recording.lane.run()
@@ -143,9 +141,7 @@ def test_a_full_queue_drops_and_counts(recording: Recording) -> None:
     assert recording.counts() == (4098, 905)
 
 
-def test_a_disk_that_is_full_costs_lines_and_leaves_no_half_ones(
-    recording: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_costs_lines_and_leaves_no_half_ones(recording, monkeypatch):
     write, full = os.write, [False]
 
     def writes(descriptor: int, data: bytes) -> int:
@@ -169,7 +165,7 @@ def test_a_disk_that_is_full_costs_lines_and_leaves_no_half_ones(
     assert len(recording.trace()) == 2
 
 
-def test_a_folder_that_is_removed_costs_lines_until_it_is_back(recording: Recording) -> None:
+def test_a_folder_that_is_removed_costs_lines_until_it_is_back(recording):
     recording.prompt(run(1))
     recording.lane.run()
     shutil.rmtree(recording.path)
@@ -188,7 +184,7 @@ def store_of(config: Config) -> Store:
     return assemble_store(Started(config), LAYOUT)
 
 
-def test_an_engine_records_each_request_once(tmp_path: Path) -> None:
+def test_an_engine_records_each_request_once(tmp_path):
     store = store_of(Config().with_keys(ram_bytes=64 * SLOT, record=str(tmp_path / "record")))
     store.load(run(1), asker=Asker("mine", 900)).close()
     for _ in range(3):
@@ -200,7 +196,7 @@ def test_an_engine_records_each_request_once(tmp_path: Path) -> None:
     assert store.stats()["recorded"] == 2
 
 
-def test_how_a_request_ended_is_in_the_line_of_its_prompt(recording: Recording) -> None:
+def test_how_a_request_ended_is_in_the_line_of_its_prompt(recording):
     for number in (1, 2, 3):
         recording.prompt(run(number), request=number)
         recording.clock.now += 1
@@ -224,7 +220,7 @@ def test_how_a_request_ended_is_in_the_line_of_its_prompt(recording: Recording) 
     ]
 
 
-def test_a_prompt_whose_end_is_not_told_is_written_without_it(recording: Recording) -> None:
+def test_a_prompt_whose_end_is_not_told_is_written_without_it(recording):
     recording.prompt(run(1), request=1)
     recording.clock.now = 601.0
     recording.prompt(run(2))
@@ -242,7 +238,7 @@ def test_a_prompt_whose_end_is_not_told_is_written_without_it(recording: Recordi
     assert recording.counts() == (1102, 0)
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path):
     store = store_of(Config().with_keys(ram_bytes=64 * SLOT))
     store.load(run(1)).close()
     assert "recorded" not in store.stats()
@@ -251,8 +247,8 @@ def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["a file", "a folder of others", "somebody records there"])
 def test_a_folder_that_cannot_be_written_ends_the_start_in_words(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    place, tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "record"
     if place == "a file":
         path.write_text("")
@@ -293,9 +289,7 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone(
-    planted: str, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone(planted, tmp_path):
     if "stranger" in planted and os.geteuid():
         pytest.skip("only root can give a file to another user")
     path, victim = tmp_path / "record", tmp_path / "victim"
@@ -311,7 +305,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone(
     assert {each.name for each in path.iterdir()} <= {"salt"}
 
 
-def test_files_of_other_names_are_left_alone_and_recording_goes_on(tmp_path: Path) -> None:
+def test_files_of_other_names_are_left_alone_and_recording_goes_on(tmp_path):
     path = tmp_path / "record"
     path.mkdir(0o700)
     *odd, link = (path / f"requests-{name}.jsonl" for name in ("zzz", "", "000000000000001"))
@@ -328,9 +322,7 @@ def test_files_of_other_names_are_left_alone_and_recording_goes_on(tmp_path: Pat
     assert all(each.is_symlink() or each.exists() for each in odd)
 
 
-def test_a_folder_that_others_may_write_meanwhile_costs_lines_and_is_told(
-    recording: Recording,
-) -> None:
+def test_a_folder_that_others_may_write_meanwhile_costs_lines_and_is_told(recording):
     recording.path.chmod(0o777)
     recording.prompt(run(1))
     recording.lane.run()
@@ -342,9 +334,7 @@ def test_a_folder_that_others_may_write_meanwhile_costs_lines_and_is_told(
     assert (recording.counts(), recording.writer.trouble) == ((1, 1), "")
 
 
-def test_whatever_is_wrong_with_a_file_never_ends_the_recording(
-    recording: Recording, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_is_wrong_with_a_file_never_ends_the_recording(recording, monkeypatch):
     def fails(*_: object) -> None:
         raise ValueError("a bug")
 
@@ -358,7 +348,7 @@ def test_whatever_is_wrong_with_a_file_never_ends_the_recording(
     assert (recording.counts(), recording.writer.trouble) == ((1, 1), "")
 
 
-def test_replicas_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_replicas_have_folders_of_their_own(tmp_path):
     config = Config().with_keys(ram_bytes=64 * SLOT, record=str(tmp_path / "record"))
     stores = [assemble_store(Started(config), LAYOUT, replica) for replica in range(2)]
     for store in stores:

@@ -10,13 +10,13 @@ from kvtier.store.observers.ages import Ages
 KEYS = ChunkLayout(bytes(32), 1, 1, (4096,)).keys(range(4000))
 
 
-def test_nobody_counts_before_somebody_shares() -> None:
+def test_nobody_counts_before_somebody_shares():
     ages = Ages(100)
     ages.used(KEYS)
     assert ages.coldest(KEYS) is None and not ages._used
 
 
-def test_what_was_there_before_counts_as_used_when_counting_began() -> None:
+def test_what_was_there_before_counts_as_used_when_counting_began():
     ages = Ages(100)
     ages.begin(7)
     ages.begin(8)
@@ -28,7 +28,7 @@ def test_what_was_there_before_counts_as_used_when_counting_began() -> None:
     assert ages.coldest(KEYS[:1]) == 12
 
 
-def test_of_many_chunks_a_sample_is_known_and_it_is_bounded() -> None:
+def test_of_many_chunks_a_sample_is_known_and_it_is_bounded():
     ages = Ages(10_000_000)
     ages.begin(1)
     ages.used(KEYS)
@@ -41,7 +41,7 @@ def test_of_many_chunks_a_sample_is_known_and_it_is_bounded() -> None:
     assert ages.coldest(unknown) is None
 
 
-def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these() -> None:
+def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these():
     ages = Ages(100)
     for turn, part in enumerate((KEYS[:1000], KEYS[1000:2000], KEYS[2000:3000]), start=1):
         ages.begin(turn)
@@ -59,7 +59,7 @@ def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these() ->
     )
 
 
-def test_a_directory_says_when_its_coldest_chunk_was_used() -> None:
+def test_a_directory_says_when_its_coldest_chunk_was_used():
     directory, ages = Directory(4, [4]), Ages(8)
     directory.observers.add(ages)
 
@@ -84,7 +84,7 @@ def test_a_directory_says_when_its_coldest_chunk_was_used() -> None:
     assert coldest() == (None, None)
 
 
-def test_a_directory_counts_what_finds_no_free_room() -> None:
+def test_a_directory_counts_what_finds_no_free_room():
     directory = Directory(2, [1])
     for key in KEYS[:2]:
         entry = directory.reserve(key, ())

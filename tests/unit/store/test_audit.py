@@ -63,9 +63,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("at", [0, SLOT // 2, SLOT - 1])
-def test_a_slot_that_changed_is_found_named_once_and_dropped_everywhere(
-    at: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slot_that_changed_is_found_named_once_and_dropped_everywhere(at, caplog):
     bench = Bench()
     bench.save(keys(1, 2))
     bench.flip(keys(1, 2), at)
@@ -81,7 +79,7 @@ def test_a_slot_that_changed_is_found_named_once_and_dropped_everywhere(
     assert keys(1, 2)[1].hex()[:16] in said.getMessage() and "dict" in said.getMessage()
 
 
-def test_what_came_up_from_a_tier_is_compared_with_it() -> None:
+def test_what_came_up_from_a_tier_is_compared_with_it():
     bench = Bench(slots=1)
     bench.save(keys(1))
     bench.save(keys(2))
@@ -93,7 +91,7 @@ def test_what_came_up_from_a_tier_is_compared_with_it() -> None:
 
 
 @pytest.mark.parametrize(("one_in", "audited"), [(0, 0), (1, 12), (3, 4), (5, 2), (13, 0)])
-def test_one_in_so_many_loaded_chunks_is_compared(one_in: int, audited: int) -> None:
+def test_one_in_so_many_loaded_chunks_is_compared(one_in, audited):
     bench = Bench(one_in)
     bench.save(keys(1, 2, 3))
     for _ in range(4):
@@ -101,8 +99,7 @@ def test_one_in_so_many_loaded_chunks_is_compared(one_in: int, audited: int) -> 
     assert bench.counts == (audited, 0)
 
 
-def test_a_chunk_that_was_computed_twice_may_differ_and_is_left_alone() -> None:
-    """Floating point sums differ in their last bits from batch to batch: equal keys, both right."""
+def test_a_chunk_that_was_computed_twice_may_differ_and_is_left_alone():
     bench = Bench(slots=1)
     bench.save(keys(1), b"first")
     bench.save(keys(2))
@@ -111,14 +108,14 @@ def test_a_chunk_that_was_computed_twice_may_differ_and_is_left_alone() -> None:
     assert bench.counts == (0, 0)
 
 
-def test_a_tier_that_others_write_to_is_left_alone() -> None:
+def test_a_tier_that_others_write_to_is_left_alone():
     bench = Bench(shared=True)
     bench.save(keys(1))
     bench.load(keys(1))
     assert bench.counts == (0, 0)
 
 
-def test_a_chunk_that_left_before_its_turn_and_a_full_lane_cost_nothing() -> None:
+def test_a_chunk_that_left_before_its_turn_and_a_full_lane_cost_nothing():
     bench = Bench()
     bench.save(keys(1))
     with bench.store.load(keys(1)) as lease:
@@ -133,13 +130,13 @@ def test_a_chunk_that_left_before_its_turn_and_a_full_lane_cost_nothing() -> Non
     assert bench.counts == (0, 0)
 
 
-def test_it_is_always_on_at_a_low_rate() -> None:
+def test_it_is_always_on_at_a_low_rate():
     store = assemble(Started(Config().with_keys(ram_bytes=SLOT)), LAYOUT)
     assert isinstance(store, Store) and store.audit.one_in == 1000
     store.close()
 
 
-def test_a_chunk_that_cannot_be_read_below_is_no_mismatch() -> None:
+def test_a_chunk_that_cannot_be_read_below_is_no_mismatch():
     bench = Bench()
     bench.save(keys(1))
     bench.tier.held.clear()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import pytest
-
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.places import RAM_PLACE, Change
 from kvtier.store.directory import Directory
@@ -19,7 +17,7 @@ def watching(directory: Directory | None = None) -> Changes:
     return Changes(directory or Directory(1), nullcontext(), ["ram", "nvme"])
 
 
-def test_changes_come_in_order_and_once() -> None:
+def test_changes_come_in_order_and_once():
     changes = watching()
     changes.came(RAM_PLACE, KEYS[0])
     changes.left(RAM_PLACE, KEYS[0], Left.EVICTED)
@@ -29,7 +27,7 @@ def test_changes_come_in_order_and_once() -> None:
     assert not changes.has_changes
 
 
-def test_more_than_may_wait_are_lost_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_may_wait_are_lost_and_that_is_told_once(monkeypatch):
     monkeypatch.setattr("kvtier.store.observers.changes._MOST_WAITING", 2)
     changes = watching()
     for key in KEYS[:3]:
@@ -40,8 +38,7 @@ def test_more_than_may_wait_are_lost_and_that_is_told_once(monkeypatch: pytest.M
     assert changes.changes() == [Change(0, KEYS[3], False)]
 
 
-def test_a_chunk_that_a_tier_never_had_is_not_withdrawn_from_it() -> None:
-    """A purge of what others wrote names chunks that nobody here knows of."""
+def test_a_chunk_that_a_tier_never_had_is_not_withdrawn_from_it():
     directory = Directory(1, [4])
     index, changes = directory.tiers[0], watching(directory)
     index.hold(KEYS[0])
@@ -49,8 +46,7 @@ def test_a_chunk_that_a_tier_never_had_is_not_withdrawn_from_it() -> None:
     assert changes.changes() == [Change(1, KEYS[0], True), Change(1, KEYS[0], False)]
 
 
-def test_a_chunk_that_comes_to_ram_comes_again_to_the_tier_that_holds_it() -> None:
-    """A reader may know it only since it was saved again."""
+def test_a_chunk_that_comes_to_ram_comes_again_to_the_tier_that_holds_it():
     directory = Directory(1, [4, 4])
     changes = watching(directory)
     directory.tiers[1].hold(KEYS[0])

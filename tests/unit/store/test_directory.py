@@ -42,7 +42,7 @@ def ready(directory: Directory, *keys: ChunkKey) -> list[Entry]:
     return entries
 
 
-def test_a_chunk_is_found_only_when_ready() -> None:
+def test_a_chunk_is_found_only_when_ready():
     directory = Directory(2)
     entry = directory.reserve(A, ())
     assert entry is not None and entry.state is FILLING
@@ -52,7 +52,7 @@ def test_a_chunk_is_found_only_when_ready() -> None:
     directory.check(idle=True)
 
 
-def test_a_failed_fill_leaves_nothing() -> None:
+def test_a_failed_fill_leaves_nothing():
     directory = Directory(1)
     entry = directory.reserve(A, ())
     assert entry is not None
@@ -60,7 +60,7 @@ def test_a_failed_fill_leaves_nothing() -> None:
     assert directory.get(A) is None and directory.usage()["ram_free"] == 1
 
 
-def test_the_leaf_of_the_coldest_run_leaves_first() -> None:
+def test_the_leaf_of_the_coldest_run_leaves_first():
     directory = Directory(4)
     ready(directory, A, B)
     ready(directory, C, D)
@@ -70,7 +70,7 @@ def test_the_leaf_of_the_coldest_run_leaves_first() -> None:
     assert [directory.get(one) is not None for one in (A, B, C, D)] == [True, False, False, False]
 
 
-def test_a_run_never_pushes_out_itself() -> None:
+def test_a_run_never_pushes_out_itself():
     directory = Directory(2)
     ready(directory, A, B)
     assert directory.reserve(C, {A, B, C}) is None
@@ -78,7 +78,7 @@ def test_a_run_never_pushes_out_itself() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["nothing", "the last", "one inside", "one that is filled"])
-def test_a_run_is_pinned_whole_or_not_at_all(lacks: str) -> None:
+def test_a_run_is_pinned_whole_or_not_at_all(lacks):
     directory, run = Directory(4), [A, B, C]
     first, *_ = ready(directory, *(key for key in run if lacks == "nothing" or key != C))
     directory.pin(first)
@@ -101,7 +101,7 @@ def test_a_run_is_pinned_whole_or_not_at_all(lacks: str) -> None:
     directory.check(idle=True)
 
 
-def test_a_run_of_one_chunk_or_of_none_can_be_pinned_whole() -> None:
+def test_a_run_of_one_chunk_or_of_none_can_be_pinned_whole():
     directory = Directory(1)
     assert directory.pin_all([]) == []
     assert directory.pin_all([A]) is None
@@ -109,7 +109,7 @@ def test_a_run_of_one_chunk_or_of_none_can_be_pinned_whole() -> None:
     assert directory.pin_all([A]) == entries
 
 
-def test_pinned_chunks_stay_until_the_last_pin() -> None:
+def test_pinned_chunks_stay_until_the_last_pin():
     directory = Directory(1)
     (entry,) = ready(directory, A)
     directory.pin(entry)
@@ -121,7 +121,7 @@ def test_pinned_chunks_stay_until_the_last_pin() -> None:
     assert entry.state is GONE
 
 
-def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
+def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read():
     directory = Directory(1)
     (entry,) = ready(directory, A)
     directory.pin(entry)
@@ -134,7 +134,7 @@ def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read() -> None:
     assert directory.reserve(B, ()) is not None
 
 
-def test_a_waiter_of_a_failed_fill_frees_the_slot() -> None:
+def test_a_waiter_of_a_failed_fill_frees_the_slot():
     directory = Directory(1, [1])
     directory.tiers[0].found([A])
     entry = directory.reserve(A, (), origin=0)
@@ -147,7 +147,7 @@ def test_a_waiter_of_a_failed_fill_frees_the_slot() -> None:
     assert directory.usage()["ram_free"] == 1
 
 
-def test_a_full_tier_gives_up_its_coldest_leaf() -> None:
+def test_a_full_tier_gives_up_its_coldest_leaf():
     directory = Directory(3, [2])
     entries = ready(directory, A, B, C)
     for entry in entries[:2]:
@@ -163,7 +163,7 @@ def test_a_full_tier_gives_up_its_coldest_leaf() -> None:
     assert sorted(directory.tiers[0].order) == [A, C]
 
 
-def test_nothing_is_written_twice_or_while_it_leaves() -> None:
+def test_nothing_is_written_twice_or_while_it_leaves():
     directory = Directory(2, [1])
     a, b = ready(directory, A, B)
     assert directory.spill_begun(a, 0) == []
@@ -174,7 +174,7 @@ def test_nothing_is_written_twice_or_while_it_leaves() -> None:
     assert directory.spill_begun(a, 0) is None, "is being deleted"
 
 
-def test_a_chunk_forgotten_while_written_is_not_kept_below() -> None:
+def test_a_chunk_forgotten_while_written_is_not_kept_below():
     directory = Directory(1, [1])
     (entry,) = ready(directory, A)
     directory.spill_begun(entry, 0)
@@ -185,7 +185,7 @@ def test_a_chunk_forgotten_while_written_is_not_kept_below() -> None:
     directory.check(idle=True)
 
 
-def test_forget_names_every_tier_that_must_delete() -> None:
+def test_forget_names_every_tier_that_must_delete():
     directory = Directory(1, [1, 1])
     directory.tiers[0].found([A])
     directory.tiers[1].found([A])
@@ -193,7 +193,7 @@ def test_forget_names_every_tier_that_must_delete() -> None:
     assert directory.held_run([A]) == 0
 
 
-def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> None:
+def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its():
     directory = Directory(2, [2])
     directory.tiers[0].found([A, B], [7, 0])
     entries = [directory.reserve(key, (), origin=0, owner=8) for key in (A, B)]
@@ -203,7 +203,7 @@ def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its() -> 
     assert whole(purge.finding(7)) == {A, B}, "in the tier B is nobody's still"
 
 
-def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first() -> None:
+def test_found_chunks_beyond_an_owners_quota_are_given_back_coldest_first():
     directory = Directory(1, [4], share=0.5)
     assert directory.tiers[0].found([A, B, C], [7, 7, 7]) == [A]
     directory.tiers[0].deleted([A])
@@ -217,9 +217,7 @@ QUIET, GREEDY = 7, 8
 SHARED = [key(str(number)) for number in range(8)]
 
 
-def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first() -> None:
-    """The greedy one has taken what was free, up to its quota of the whole. The quiet one's chunk
-    is the coldest."""
+def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first():
     directory = Directory(8, share=0.5)
     for key, owner in zip(SHARED, (QUIET, GREEDY, GREEDY, GREEDY), strict=False):
         saved(directory, key, owner)
@@ -234,7 +232,7 @@ def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first() -> N
     assert directory.crowded[0] == 3, "each of them would use more room"
 
 
-def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first() -> None:
+def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first():
     directory = Directory(8, [8], share=0.5)
     directory.tiers[0].found(SHARED[:4], (QUIET, GREEDY, GREEDY, GREEDY))
     assert directory.tiers[0].limit(4, 8) == []
@@ -251,7 +249,7 @@ def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first() -
     assert directory.crowded[1] == 3
 
 
-def test_an_owner_with_its_quota_of_the_whole_asks_for_no_more_room() -> None:
+def test_an_owner_with_its_quota_of_the_whole_asks_for_no_more_room():
     directory = Directory(8, [8], share=0.5)
     for key in SHARED[:5]:
         entry = saved(directory, key, GREEDY)
@@ -271,7 +269,7 @@ def saved(directory: Directory, key: ChunkKey, owner: int) -> Entry:
     return entry
 
 
-def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> None:
+def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written():
     directory = Directory(1, [4])
     directory.tiers[0].found([A])
     entry = directory.reserve(B, ())
@@ -287,14 +285,14 @@ def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written() -> 
     directory.check(idle=True)
 
 
-def test_found_chunks_beyond_the_capacity_are_given_back_coldest_first() -> None:
+def test_found_chunks_beyond_the_capacity_are_given_back_coldest_first():
     directory = Directory(1, [2])
     assert directory.tiers[0].found([A, B, C]) == [A]
     assert list(directory.tiers[0].order) == [B, C]
 
 
 @pytest.mark.parametrize("step", ["reserve twice", "unpin unpinned", "fill ready", "pin gone"])
-def test_broken_promises_are_loud(step: str) -> None:
+def test_broken_promises_are_loud(step):
     directory = Directory(2)
     (entry,) = ready(directory, A)
     with pytest.raises(StateError):
@@ -309,7 +307,7 @@ def test_broken_promises_are_loud(step: str) -> None:
             directory.pin(entry)
 
 
-def test_check_sees_what_is_not_at_rest() -> None:
+def test_check_sees_what_is_not_at_rest():
     directory = Directory(1)
     directory.reserve(A, ())
     directory.check()
@@ -318,7 +316,7 @@ def test_check_sees_what_is_not_at_rest() -> None:
         directory.check(idle=True)
 
 
-def test_a_write_makes_a_chunk_no_hotter_and_evictions_pass_it_over() -> None:
+def test_a_write_makes_a_chunk_no_hotter_and_evictions_pass_it_over():
     directory = Directory(2, [8])
     _, coldest = ready(directory, A, B)
     assert directory.spill_begun(coldest, 0) == []
@@ -331,7 +329,7 @@ def test_a_write_makes_a_chunk_no_hotter_and_evictions_pass_it_over() -> None:
     directory.check()
 
 
-def test_a_reader_that_leaves_during_a_write_makes_the_chunk_the_hottest() -> None:
+def test_a_reader_that_leaves_during_a_write_makes_the_chunk_the_hottest():
     directory = Directory(2, [8])
     _, coldest = ready(directory, A, B)
     directory.pin(coldest)
@@ -344,7 +342,7 @@ def test_a_reader_that_leaves_during_a_write_makes_the_chunk_the_hottest() -> No
     assert directory.get(A) is None and directory.get(B) is coldest
 
 
-def test_what_leaves_soon_is_named_once_coldest_first() -> None:
+def test_what_leaves_soon_is_named_once_coldest_first():
     directory = Directory(4)
     entries = ready(directory, A, B, C, D)
     assert directory.next_out() == entries[:1:-1], "half of RAM, leaf first"
@@ -353,14 +351,14 @@ def test_what_leaves_soon_is_named_once_coldest_first() -> None:
     assert directory.evicted_unoffered == 0
 
 
-def test_what_is_read_does_not_leave_soon() -> None:
+def test_what_is_read_does_not_leave_soon():
     directory = Directory(4)
     entries = ready(directory, A, B, C, D)
     directory.pin(entries[3])
     assert directory.next_out() == entries[2:0:-1]
 
 
-def test_what_leaves_soon_is_named_once_where_it_is_the_owners_coldest_too() -> None:
+def test_what_leaves_soon_is_named_once_where_it_is_the_owners_coldest_too():
     directory, entries = Directory(4, share=0.5), list[Entry]()
     for key in (A, B):
         entry = directory.reserve(key, (), None, 1)
@@ -372,9 +370,7 @@ def test_what_leaves_soon_is_named_once_where_it_is_the_owners_coldest_too() -> 
     assert directory.next_out(1) == entries
 
 
-def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
-    """Four are held when only two may be in use. Whoever lets go makes no room before the rest is
-    given back."""
+def test_a_slot_that_must_be_given_back_is_not_used_again():
     directory = Directory(4)
     entries = [directory.reserve(each, ()) for each in (A, B, C, D)]
     assert not directory.resize(2, 10), "nothing can leave now"
@@ -392,7 +388,7 @@ def test_a_slot_that_must_be_given_back_is_not_used_again() -> None:
     directory.check()
 
 
-def test_an_entry_knows_which_tiers_have_exactly_its_bytes_and_what_only_writes_it() -> None:
+def test_an_entry_knows_which_tiers_have_exactly_its_bytes_and_what_only_writes_it():
     directory = Directory(2, (2, 2))
     (own,) = ready(directory, A)
     promoted = directory.reserve(B, (), 1)
@@ -406,7 +402,7 @@ def test_an_entry_knows_which_tiers_have_exactly_its_bytes_and_what_only_writes_
     directory.check(idle=True)
 
 
-def test_evictions_are_counted_and_those_that_nobody_was_told_of() -> None:
+def test_evictions_are_counted_and_those_that_nobody_was_told_of():
     directory = Directory(3)
     ready(directory, A, B, C)
     assert len(directory.next_out()) == 2
@@ -415,7 +411,7 @@ def test_evictions_are_counted_and_those_that_nobody_was_told_of() -> None:
     assert (directory.evicted, directory.evicted_unoffered) == (3, 1)
 
 
-def test_what_a_reader_has_becomes_hot_when_something_has_to_leave() -> None:
+def test_what_a_reader_has_becomes_hot_when_something_has_to_leave():
     directory = Directory(4)
     read = ready(directory, A, B)
     ready(directory, C)
@@ -426,7 +422,7 @@ def test_what_a_reader_has_becomes_hot_when_something_has_to_leave() -> None:
     assert list(directory.order) == [D, B, A] and directory.get(C) is None
 
 
-def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions() -> None:
+def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions():
     directory = Directory(4, share=0.5)
     entries = [saved(directory, each, 7) for each in (A, B)]
     for _ in range(2):
@@ -441,13 +437,13 @@ def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions() ->
     assert directory.reserve(C, (), owner=7) is not None
 
 
-def test_the_pinned_run_ends_where_a_chunk_is_missing() -> None:
+def test_the_pinned_run_ends_where_a_chunk_is_missing():
     directory = Directory(4)
     first, _ = ready(directory, A, B)
     assert directory.pin_ready([A, C, B]) == [first]
 
 
-def test_ready_chunks_are_named_and_a_run_ends_where_one_is_missing() -> None:
+def test_ready_chunks_are_named_and_a_run_ends_where_one_is_missing():
     directory = Directory(4, (2,))
     ready(directory, A)
     directory.reserve(B, ())
@@ -455,7 +451,7 @@ def test_ready_chunks_are_named_and_a_run_ends_where_one_is_missing() -> None:
     assert directory.held_run([A, C]) == 2 and directory.held_run([A, D, C]) == 1
 
 
-def test_an_owner_hears_of_its_own_chunks_that_leave_for_the_second_half_of_its_quota() -> None:
+def test_an_owner_hears_of_its_own_chunks_that_leave_for_the_second_half_of_its_quota():
     directory = Directory(12, share=0.5)
     entries = [saved(directory, key(name), 1) for name in "ABCDEF"]
     assert directory.next_out() == []
@@ -466,8 +462,7 @@ def test_an_owner_hears_of_its_own_chunks_that_leave_for_the_second_half_of_its_
         assert few.next_out(1) == []
 
 
-def test_at_most_512_chunks_are_looked_through_for_what_leaves_soon() -> None:
-    """1,100 are half of RAM, and 550 half of the owner's quota."""
+def test_at_most_512_chunks_are_looked_through_for_what_leaves_soon():
     directory = Directory(2200, share=0.5)
     for owner in (0, 1):
         for number in range(1100):
@@ -476,14 +471,14 @@ def test_at_most_512_chunks_are_looked_through_for_what_leaves_soon() -> None:
     assert len(directory.next_out(1)) == 512
 
 
-def test_where_no_owner_has_a_quota_all_hear_of_the_same_chunks() -> None:
+def test_where_no_owner_has_a_quota_all_hear_of_the_same_chunks():
     directory = Directory(2)
     entries = [saved(directory, each, 1) for each in (A, B)]
     assert directory.next_out(1) == entries[:1]
     directory.check(idle=True)
 
 
-def test_chunks_without_an_owner_have_no_quota() -> None:
+def test_chunks_without_an_owner_have_no_quota():
     directory = Directory(2, [2], share=0.5)
     ready(directory, A, B)
     assert directory.tiers[0].found([A, B]) == []
@@ -491,7 +486,7 @@ def test_chunks_without_an_owner_have_no_quota() -> None:
     directory.check(idle=True)
 
 
-def test_a_chunk_that_found_no_free_room_is_counted_in_its_place() -> None:
+def test_a_chunk_that_found_no_free_room_is_counted_in_its_place():
     directory = Directory(1, [1, 1])
     for each, victims in ((A, []), (B, [A])):
         (entry,) = ready(directory, each)
@@ -500,7 +495,7 @@ def test_a_chunk_that_found_no_free_room_is_counted_in_its_place() -> None:
     assert directory.crowded == [1, 0, 1]
 
 
-def test_chunks_are_counted_by_state_and_named_by_place() -> None:
+def test_chunks_are_counted_by_state_and_named_by_place():
     directory = Directory(4, [2])
     directory.tiers[0].found([A, D])
     (read, _), filling = ready(directory, A, B), directory.reserve(C, ())
@@ -511,7 +506,7 @@ def test_chunks_are_counted_by_state_and_named_by_place() -> None:
     assert sorted(directory.keys()) == [A, A, B, C, D]
 
 
-def test_fewer_slots_are_reached_in_steps_and_more_slots_at_once() -> None:
+def test_fewer_slots_are_reached_in_steps_and_more_slots_at_once():
     directory = Directory(4)
     ready(directory, A, B, C, D)
     assert directory.resize(3) and in_use(directory) == 4, "nothing has to leave in this step"
@@ -521,7 +516,7 @@ def test_fewer_slots_are_reached_in_steps_and_more_slots_at_once() -> None:
     assert not directory.resize(4) and directory.usage()["ram_free"] == 2
 
 
-def test_what_is_over_leaves_first_and_a_part_that_fits_asks_for_no_more() -> None:
+def test_what_is_over_leaves_first_and_a_part_that_fits_asks_for_no_more():
     directory = Directory(2)
     ready(directory, A)
     ready(directory, C)
@@ -531,7 +526,7 @@ def test_what_is_over_leaves_first_and_a_part_that_fits_asks_for_no_more() -> No
     assert not Directory(2).resize(1, 1)
 
 
-def test_what_is_over_is_not_named_before_it_is_asked_for_or_stored_again() -> None:
+def test_what_is_over_is_not_named_before_it_is_asked_for_or_stored_again():
     directory = Directory(2)
     a, b = ready(directory, A, B)
     directory.over([A, B])
@@ -542,7 +537,7 @@ def test_what_is_over_is_not_named_before_it_is_asked_for_or_stored_again() -> N
     assert directory.next_out(None)[::-1] == [b]
 
 
-def test_what_is_filled_at_that_moment_is_not_over_and_what_only_a_tier_has_is() -> None:
+def test_what_is_filled_at_that_moment_is_not_over_and_what_only_a_tier_has_is():
     directory = Directory(2, [2])
     directory.tiers[0].found([C, B])
     entry = directory.reserve(A, ())
@@ -553,7 +548,7 @@ def test_what_is_filled_at_that_moment_is_not_over_and_what_only_a_tier_has_is()
     assert directory.tiers[0].found([D]) == [B]
 
 
-def test_what_is_used_leaves_after_the_rest_of_every_place() -> None:
+def test_what_is_used_leaves_after_the_rest_of_every_place():
     directory = Directory(2, [2])
     directory.tiers[0].found([A, B])
     ready(directory, A)
@@ -564,7 +559,7 @@ def test_what_is_used_leaves_after_the_rest_of_every_place() -> None:
     assert directory.ready_run([A]) == 1 and directory.get(B) is None
 
 
-def test_what_is_kept_leaves_after_the_rest_of_every_place_until_its_time_is_over() -> None:
+def test_what_is_kept_leaves_after_the_rest_of_every_place_until_its_time_is_over():
     directory = Directory(2, [2])
     directory.tiers[0].found([A, B])
     ready(directory, A)
@@ -598,7 +593,7 @@ class Heard(Observer):
         self.events.append(("stored", *run))
 
 
-def test_observers_hear_what_comes_to_ram_what_leaves_it_and_how_and_what_is_used() -> None:
+def test_observers_hear_what_comes_to_ram_what_leaves_it_and_how_and_what_is_used():
     directory, heard = Directory(1), Heard()
     directory.observers.add(heard)
     ready(directory, A)
@@ -617,7 +612,7 @@ def test_observers_hear_what_comes_to_ram_what_leaves_it_and_how_and_what_is_use
     ]
 
 
-def test_a_chunk_that_stays_in_a_tier_for_another_owner_is_not_told_to_be_missing() -> None:
+def test_a_chunk_that_stays_in_a_tier_for_another_owner_is_not_told_to_be_missing():
     directory, heard = Directory(1, [1]), Heard()
     directory.tiers[0].found([A], [7])
     directory.observers.add(heard)

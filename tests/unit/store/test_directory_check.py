@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvtier.core.chunk import ChunkKey
@@ -58,7 +56,7 @@ def is_kept_without_a_time(directory: Directory) -> None:
         (is_kept_without_a_time, "0 chunks are kept, 1 of one owner"),
     ],
 )
-def test_a_broken_rule_is_named(breaks: Callable[[Directory], None], says: str) -> None:
+def test_a_broken_rule_is_named(breaks, says):
     directory = Directory(4, [4], share=0.5)
     saved(directory, A)
     directory.check(idle=True)
@@ -67,7 +65,7 @@ def test_a_broken_rule_is_named(breaks: Callable[[Directory], None], says: str) 
         directory.check()
 
 
-def test_a_tier_that_has_yet_to_delete_is_not_at_rest() -> None:
+def test_a_tier_that_has_yet_to_delete_is_not_at_rest():
     directory = Directory(1, [1])
     directory.tiers[0].found([A, B])
     directory.check()

@@ -116,9 +116,7 @@ class Place:
 @pytest.mark.parametrize(
     "policy", [LRU, partial(Segments, setting=SETTINGS[1])], ids=["lru", "segments"]
 )
-def test_a_run_has_the_effect_of_its_chunks_one_after_the_other(
-    policy: PolicyOf, share: float | None
-) -> None:
+def test_a_run_has_the_effect_of_its_chunks_one_after_the_other(policy, share):
     refused = passed_over = 0
     for seed in range(60):
         one, all_at_once = (Place(policy, share, together=each) for each in (False, True))
@@ -135,9 +133,7 @@ def test_a_run_has_the_effect_of_its_chunks_one_after_the_other(
 
 @pytest.mark.parametrize("share", [None, 0.4], ids=["no quotas", "quotas"])
 @pytest.mark.parametrize("run", [KEYS[:3], [KEYS[2], KEYS[3], KEYS[2]]], ids=["there", "twice"])
-def test_a_run_with_a_chunk_that_is_there_or_named_twice_is_refused_whole(
-    run: Sequence[ChunkKey], share: float | None
-) -> None:
+def test_a_run_with_a_chunk_that_is_there_or_named_twice_is_refused_whole(run, share):
     directory = Directory(ROOM, share=share)
     directory.reserve(KEYS[1], ())
     with pytest.raises(StateError, match="filling, ready or named twice"):
@@ -146,7 +142,7 @@ def test_a_run_with_a_chunk_that_is_there_or_named_twice_is_refused_whole(
     assert directory.absent(KEYS[:4]) == [KEYS[0], KEYS[2], KEYS[3]]
 
 
-def test_a_run_that_is_filled_twice_is_an_error() -> None:
+def test_a_run_that_is_filled_twice_is_an_error():
     directory = Directory(ROOM)
     made = directory.reserve_run(KEYS[:3], ())
     directory.filled(made[:1])
@@ -154,7 +150,7 @@ def test_a_run_that_is_filled_twice_is_an_error() -> None:
         directory.filled(made)
 
 
-def test_of_a_run_that_is_filled_what_has_gone_meanwhile_is_passed_over() -> None:
+def test_of_a_run_that_is_filled_what_has_gone_meanwhile_is_passed_over():
     directory = Directory(ROOM)
     made = directory.reserve_run(KEYS[:3], ())
     directory.fill_failed(made[1])
@@ -162,7 +158,7 @@ def test_of_a_run_that_is_filled_what_has_gone_meanwhile_is_passed_over() -> Non
     directory.check(idle=True)
 
 
-def test_an_owner_of_whose_run_nothing_is_left_has_no_order_of_its_own() -> None:
+def test_an_owner_of_whose_run_nothing_is_left_has_no_order_of_its_own():
     directory = Directory(ROOM, share=0.5)
     made = directory.reserve_run(KEYS[:3], (), 7)
     for entry in made:
@@ -183,7 +179,7 @@ class Looked(LRU):
             yield key
 
 
-def test_no_chunk_is_looked_at_beyond_those_that_can_leave() -> None:
+def test_no_chunk_is_looked_at_beyond_those_that_can_leave():
     order = Looked()
     directory = Directory(ROOM, policy=lambda room: order)
     directory.filled(directory.reserve_run(KEYS[:ROOM], ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 from kvtier.assemble import assemble_store, paces
 from kvtier.config.keys import Config
@@ -21,7 +20,7 @@ LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 1, 1, (SLOT,))
 KEYS = LAYOUT.keys(range(6))
 
 
-def test_a_tier_that_holds_chunks_is_measured_before_anybody_asks(tmp_path: Path) -> None:
+def test_a_tier_that_holds_chunks_is_measured_before_anybody_asks(tmp_path):
     config = Config().with_keys(
         ram_bytes=8 * SLOT, nvme_path=str(tmp_path / "tier"), nvme_bytes=1 << 20
     )
@@ -41,7 +40,7 @@ def test_a_tier_that_holds_chunks_is_measured_before_anybody_asks(tmp_path: Path
         store.check(idle=True)
 
 
-def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() -> None:
+def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read():
     for shared in (False, True):
         lane, reads = ManualLane(), list[bytes]()
 
@@ -65,7 +64,7 @@ def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read() ->
         store.close()
 
 
-def test_what_was_learnt_goes_with_its_folder(tmp_path: Path) -> None:
+def test_what_was_learnt_goes_with_its_folder(tmp_path):
     folder = tmp_path / "tier"
     config = Config().with_keys(ram_bytes=8 * SLOT, nvme_path=str(folder), nvme_bytes=1 << 20)
     assemble_store(Started(config), LAYOUT).close()

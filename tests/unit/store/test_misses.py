@@ -4,7 +4,6 @@ forecasts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -76,7 +75,7 @@ class Away(DictTier):
         return ("away",) if self.breaker.open else ()
 
 
-def test_cold_evicted_forgotten_and_saving() -> None:
+def test_cold_evicted_forgotten_and_saving():
     bench = Bench(slots=2)
     assert bench.store.lookup(keys(1, 2)).why == "cold"
     assert bench.missed(keys(1, 2)) == {"cold": 2}
@@ -92,7 +91,7 @@ def test_cold_evicted_forgotten_and_saving() -> None:
         assert bench.missed(keys(5, 6)) == {"saving": 2}
 
 
-def test_the_last_departure_from_the_last_place_counts() -> None:
+def test_the_last_departure_from_the_last_place_counts():
     bench = Bench(DictTier(3), slots=2)
     bench.save(keys(1, 2))
     bench.save(keys(8))
@@ -102,7 +101,7 @@ def test_the_last_departure_from_the_last_place_counts() -> None:
     assert bench.missed(keys(1, 2)) == {"evicted": 2}
 
 
-def test_what_the_disk_gives_back_wrong_is_corrupt(tmp_path: Path) -> None:
+def test_what_the_disk_gives_back_wrong_is_corrupt(tmp_path):
     bench = Bench(NvmeTier(tmp_path, 1 << 17, SLOT), slots=1)
     bench.save(keys(1))
     bench.save(keys(2))
@@ -114,7 +113,7 @@ def test_what_the_disk_gives_back_wrong_is_corrupt(tmp_path: Path) -> None:
     bench.store.close()
 
 
-def test_a_tier_that_does_not_answer_is_told_from_a_miss() -> None:
+def test_a_tier_that_does_not_answer_is_told_from_a_miss():
     tier = Away(8)
     bench = Bench(tier, slots=1)
     bench.save(keys(1))
@@ -128,7 +127,7 @@ def test_a_tier_that_does_not_answer_is_told_from_a_miss() -> None:
 
 
 @pytest.mark.parametrize(("away", "why"), [(True, "tier_down"), (False, "cold")])
-def test_nobody_knows_what_a_shared_tier_has_while_it_is_away(away: bool, why: str) -> None:
+def test_nobody_knows_what_a_shared_tier_has_while_it_is_away(away, why):
     tier = Away(8, shared=True)
     bench = Bench(tier)
     for _ in range(3 * away):
@@ -136,21 +135,21 @@ def test_nobody_knows_what_a_shared_tier_has_while_it_is_away(away: bool, why: s
     assert bench.missed(keys(1, 2, 3)) == {why: 3}
 
 
-def test_a_run_that_a_shared_tier_has_in_part_is_counted_when_it_has_answered() -> None:
+def test_a_run_that_a_shared_tier_has_in_part_is_counted_when_it_has_answered():
     tier = DictTier(8, shared=True)
     bench = Bench(tier)
     tier.held.update({key: bytes(content(key, SLOT)) for key in keys(1, 2)})
     assert bench.missed(keys(1, 2, 3, 4)) == {"cold": 2}
 
 
-def test_what_lies_behind_declined_chunks_is_not_counted() -> None:
+def test_what_lies_behind_declined_chunks_is_not_counted():
     bench = Bench()
     bench.save(keys(1, 2))
     assert bench.missed(keys(1, 2, 3), most=1) == {}
     assert bench.missed(keys(1, 2, 3), most=2) == {"cold": 1}
 
 
-def test_an_ideal_cache_hits_what_left_for_want_of_room_and_no_more() -> None:
+def test_an_ideal_cache_hits_what_left_for_want_of_room_and_no_more():
     bench = Bench(slots=2)
 
     def ideal(run: list[ChunkKey], asked: int, hits: int = 0, end: int = 0) -> int:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -104,7 +103,7 @@ def save(store: Store, run: Sequence[ChunkKey], *lanes: ManualLane) -> None:
         lane.run()
 
 
-def test_a_watcher_of_a_tests_own_sees_what_the_built_in_ones_see() -> None:
+def test_a_watcher_of_a_tests_own_sees_what_the_built_in_ones_see():
     tier, lane = DictTier(3), ManualLane()
     store, watcher = Store(Pool(2, SLOT), [(tier, lane)]), Watcher()
     store.observe(watcher)
@@ -157,7 +156,7 @@ def test_a_watcher_of_a_tests_own_sees_what_the_built_in_ones_see() -> None:
     assert not store.close() and watcher.closed, "what hangs in a watcher hangs in the Store"
 
 
-def test_a_watch_that_has_ended_is_told_nothing_and_costs_nothing() -> None:
+def test_a_watch_that_has_ended_is_told_nothing_and_costs_nothing():
     store = Store(Pool(2, SLOT))
     assert not store._directory.observers.came
     one, two = store.watch(), store.watch()
@@ -169,7 +168,7 @@ def test_a_watch_that_has_ended_is_told_nothing_and_costs_nothing() -> None:
     assert not store._directory.observers.came
 
 
-def test_only_what_an_observer_overrides_is_called_and_once() -> None:
+def test_only_what_an_observer_overrides_is_called_and_once():
     class Ends(Observer):
         def finished(self, ended: Ended) -> None: ...
 
@@ -265,9 +264,7 @@ EVENTS = [event for event in Observers.__slots__ if event != "all"]
 @pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.__name__)
 @settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=True))
-def test_whatever_an_observer_is_told_it_keeps_a_bounded_number_of_things(
-    kind: type[Observer], draw: Random
-) -> None:
+def test_whatever_an_observer_is_told_it_keeps_a_bounded_number_of_things(kind, draw):
     entry = Entry(KEYS[0], 0, None, 0)
     entry.state, entry.copies = READY, 1
     with ExitStack() as small:
@@ -280,7 +277,7 @@ def test_whatever_an_observer_is_told_it_keeps_a_bounded_number_of_things(
             assert kept(made) <= 2 * BOUND
 
 
-def test_every_observer_of_kvtier_is_among_those_whose_bound_is_tried() -> None:
+def test_every_observer_of_kvtier_is_among_those_whose_bound_is_tried():
     found = set[type]()
     for module in pkgutil.walk_packages(observers.__path__, f"{observers.__name__}."):
         classes = vars(import_module(module.name)).values()

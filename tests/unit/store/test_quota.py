@@ -17,11 +17,11 @@ def quota(counts: Counter[int]) -> Quota:
     return made
 
 
-def test_the_smallest_share_is_one_chunk() -> None:
+def test_the_smallest_share_is_one_chunk():
     assert Quota(0.01, 10, Counter[int]().__getitem__).whole == 1
 
 
-def test_an_owner_gives_while_it_has_more_than_its_part() -> None:
+def test_an_owner_gives_while_it_has_more_than_its_part():
     counts = Counter({ONE: 3})
     made = quota(counts)
     assert made.giver(OTHER) == ONE
@@ -29,7 +29,7 @@ def test_an_owner_gives_while_it_has_more_than_its_part() -> None:
     assert made.giver(OTHER) == UNOWNED
 
 
-def test_more_chunks_are_left_where_room_is_free() -> None:
+def test_more_chunks_are_left_where_room_is_free():
     counts = Counter({ONE: 1})
     made = quota(counts)
     assert (made.left(ONE, 0), made.left(ONE, 2), made.left(ONE, 9)) == (1, 2, 3)
@@ -37,7 +37,7 @@ def test_more_chunks_are_left_where_room_is_free() -> None:
     assert (made.left(ONE, 0), made.left(ONE, 9)) == (0, 1)
 
 
-def test_where_a_giver_has_nothing_that_can_leave_the_coldest_of_all_leaves() -> None:
+def test_where_a_giver_has_nothing_that_can_leave_the_coldest_of_all_leaves():
     made = quota(Counter({ONE: 3}))
     coldest = {ONE: "of one", UNOWNED: "of all"}
     assert made.victim(OTHER, False, coldest.get) == "of one"
@@ -45,5 +45,5 @@ def test_where_a_giver_has_nothing_that_can_leave_the_coldest_of_all_leaves() ->
     assert made.victim(OTHER, False, coldest.get) == "of all"
 
 
-def test_for_an_owner_whose_quota_is_spent_no_other_owners_chunk_leaves() -> None:
+def test_for_an_owner_whose_quota_is_spent_no_other_owners_chunk_leaves():
     assert quota(Counter({ONE: 4})).victim(ONE, True, {UNOWNED: "of all"}.get) is None

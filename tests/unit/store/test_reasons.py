@@ -18,7 +18,7 @@ def keys(count: int, start: int = 0) -> list[ChunkKey]:
     return LAYOUT.keys(range(start, start + count))
 
 
-def test_a_chunk_nobody_saw_is_cold_and_one_that_left_says_how() -> None:
+def test_a_chunk_nobody_saw_is_cold_and_one_that_left_says_how():
     past = Past(Directory(8))
     run = keys(4)
     for key, how in zip(run, Left, strict=False):
@@ -28,7 +28,7 @@ def test_a_chunk_nobody_saw_is_cold_and_one_that_left_says_how() -> None:
     assert past.why(run[0]) == "forgotten", "the last departure counts"
 
 
-def test_memory_is_fixed_and_the_oldest_departures_fade() -> None:
+def test_memory_is_fixed_and_the_oldest_departures_fade():
     marks = Marks(64)
     every = keys(4000)
     for key in every:
@@ -40,7 +40,7 @@ def test_memory_is_fixed_and_the_oldest_departures_fade() -> None:
     assert all(remembered[-4:]), "four newcomers find four places, even in one set"
 
 
-def test_a_mark_that_is_put_again_is_the_newest_of_its_set() -> None:
+def test_a_mark_that_is_put_again_is_the_newest_of_its_set():
     marks = Marks(4)
     first, *others = keys(5)
     for key in (first, *others[:3], first, others[3]):
@@ -49,7 +49,7 @@ def test_a_mark_that_is_put_again_is_the_newest_of_its_set() -> None:
 
 
 @pytest.mark.parametrize(("room", "places"), [(1, 1 << 15), (50_000, 100_000), (10**9, 1 << 20)])
-def test_it_remembers_twice_what_there_is_room_for_within_bounds(room: int, places: int) -> None:
+def test_it_remembers_twice_what_there_is_room_for_within_bounds(room, places):
     assert len(Past(Directory(1, [room - 1]))._marks) == places
 
 
@@ -69,16 +69,14 @@ PLAIN = (b"", b"", b"")
         (PLAIN, (b"tenant", b"adapter", b""), ""),
     ],
 )
-def test_tokens_known_under_another_salt_adapter_or_image_say_which(
-    saved: tuple[bytes, ...], asked: tuple[bytes, ...], part: str
-) -> None:
+def test_tokens_known_under_another_salt_adapter_or_image_say_which(saved, asked, part):
     first = FirstChunks()
     first.saved([1, 2, 3], saved)
     assert first.differs([1, 2, 3], asked) == part
     assert first.differs([1, 2, 4], asked) == "", "other tokens are new, not a mismatch"
 
 
-def test_extras_cannot_be_mistaken_for_each_other() -> None:
+def test_extras_cannot_be_mistaken_for_each_other():
     first = FirstChunks()
     first.saved([1], (b"a", b"bc", b""))
     assert first.differs([1], (b"ab", b"c", b"")) == ""

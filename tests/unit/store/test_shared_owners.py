@@ -71,7 +71,7 @@ Opened = Callable[[], Host]
 
 
 @pytest.fixture(params=["plain", "sealed"])
-def opened(request: pytest.FixtureRequest) -> Opened:
+def opened(request):
     """Each call is a restart: another server with the same bucket."""
     medium = MemoryStore()
 
@@ -94,9 +94,7 @@ def filled(opened: Opened) -> Host:
     return opened()
 
 
-def test_a_tenant_that_resets_its_cache_after_a_restart_takes_its_own_and_nothing_else(
-    opened: Opened,
-) -> None:
+def test_a_tenant_that_resets_its_cache_after_a_restart_takes_its_own_and_nothing_else(opened):
     host = filled(opened)
     resets(Session(host.store, EVIL), THEIRS)
     host.lane.run()
@@ -106,7 +104,7 @@ def test_a_tenant_that_resets_its_cache_after_a_restart_takes_its_own_and_nothin
     again.store.check(idle=True)
 
 
-def test_an_engine_on_another_host_deletes_its_own_and_nothing_else(opened: Opened) -> None:
+def test_an_engine_on_another_host_deletes_its_own_and_nothing_else(opened):
     host = filled(opened)
     size_class = SizeClass(host.store, lambda call: call())
     deletes(ChunkStream(size_class, EVIL, SLOT, lambda data: None, lambda: None), THEIRS + EVILS)
@@ -114,7 +112,7 @@ def test_an_engine_on_another_host_deletes_its_own_and_nothing_else(opened: Open
     assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
 
 
-def test_a_search_for_a_tenants_chunks_finds_that_tenants(opened: Opened) -> None:
+def test_a_search_for_a_tenants_chunks_finds_that_tenants(opened):
     host = filled(opened)
     (search,) = host.store.purge.unseen(tenant("evil"))
     host.lane.run()
@@ -122,8 +120,7 @@ def test_a_search_for_a_tenants_chunks_finds_that_tenants(opened: Opened) -> Non
     assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
 
 
-def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened: Opened) -> None:
-    """They say nothing of an owner, so a search for a tenant's chunks was not whole."""
+def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened):
     opened().save(THEIRS, UNOWNED)
     host = opened()
     resets(Session(host.store, EVIL), THEIRS)
@@ -135,7 +132,7 @@ def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened: O
     assert (host.held(THEIRS), opened().held(THEIRS)) == (0, 0)
 
 
-def test_an_answer_about_owners_that_is_none_is_nobodys(opened: Opened) -> None:
+def test_an_answer_about_owners_that_is_none_is_nobodys(opened):
     bucket = MemoryBucket(opened.medium)  # type: ignore[attr-defined]
     for owner in (1 << 127, 1, ACME):
         bucket.put("one", [b"x"], owner)
@@ -144,9 +141,7 @@ def test_an_answer_about_owners_that_is_none_is_nobodys(opened: Opened) -> None:
     assert (bucket.owner("one"), bucket.owner("none")) == (UNOWNED, UNOWNED)
 
 
-def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(opened, monkeypatch):
     host = filled(opened)
     session = Session(host.store, EVIL)
     with monkeypatch.context() as patch:
@@ -166,8 +161,7 @@ def failing(_: object, name: str) -> int:
     raise LibraryError(name)
 
 
-def test_what_a_tier_of_our_own_does_not_say_is_nobodys_goes_with_any_tenant() -> None:
-    """A tier that nobody else writes to: better a hit too few than a chunk too many."""
+def test_what_a_tier_of_our_own_does_not_say_is_nobodys_goes_with_any_tenant():
     ours, shared = (DictTier(9, held=dict.fromkeys(THEIRS, bytes(SLOT))) for _ in "12")
     shared.shared = True
     for tier, left in ((ours, 0), (shared, 5)):

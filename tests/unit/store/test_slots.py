@@ -14,7 +14,7 @@ def lent(count: int, *given: int) -> RamSlots:
     return slots
 
 
-def test_the_slots_that_are_told_to_come_next_are_those_that_come() -> None:
+def test_the_slots_that_are_told_to_come_next_are_those_that_come():
     for most, told in ((0, []), (1, [3]), (2, [3, 1]), (3, [3, 1, 2]), (9, [3, 1, 2])):
         slots = lent(5, 2, 1, 3)
         assert slots.next_given(most) == told
@@ -24,7 +24,7 @@ def test_the_slots_that_are_told_to_come_next_are_those_that_come() -> None:
         assert [slot for slot in slots.free if slot not in before] == told
 
 
-def test_a_slot_that_comes_back_is_free_while_no_more_are_in_use_than_may_be() -> None:
+def test_a_slot_that_comes_back_is_free_while_no_more_are_in_use_than_may_be():
     slots = lent(4, 2, 3)
     used = slots.free.pop()
     slots.put_back([used])
@@ -36,7 +36,7 @@ def test_a_slot_that_comes_back_is_free_while_no_more_are_in_use_than_may_be() -
     assert len(slots) == 4 and slots.occupied == 2
 
 
-def test_of_slots_that_come_back_together_as_many_leave_as_are_too_many() -> None:
+def test_of_slots_that_come_back_together_as_many_leave_as_are_too_many():
     slots = RamSlots(5)
     used = [slots.free.pop() for _ in range(3)]
     slots.limit = 3

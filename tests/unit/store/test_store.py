@@ -39,14 +39,14 @@ def over(*tiers: DictTier, slots: int = 4, bound: int = 64) -> tuple[Store, list
     return Store(Pool(slots, SLOT), list(zip(tiers, lanes, strict=True))), lanes
 
 
-def test_a_run_is_matched_up_to_its_first_gap() -> None:
+def test_a_run_is_matched_up_to_its_first_gap():
     store, _ = over()
     fill(store, keys(1, 2))
     assert store.lookup(keys(1, 2, 3)).progress == Progress(2, 0)
     assert store.lookup(keys(9, 2)).progress == Progress(0, 0)
 
 
-def test_of_a_run_longer_than_ram_the_beginning_is_served_though_the_end_is_there() -> None:
+def test_of_a_run_longer_than_ram_the_beginning_is_served_though_the_end_is_there():
     run = keys(1, 2, 3, 4, 5)
     store, (lane,) = over(DictTier(64, held={key: key.ljust(SLOT, b"\0") for key in run}), slots=3)
     fill(store, run[2:])
@@ -57,13 +57,13 @@ def test_of_a_run_longer_than_ram_the_beginning_is_served_though_the_end_is_ther
     store.check(idle=True)
 
 
-def test_saving_again_reserves_nothing() -> None:
+def test_saving_again_reserves_nothing():
     store, _ = over()
     assert fill(store, keys(1, 2)) == 2
     assert fill(store, keys(1, 2, 3)) == 1
 
 
-def test_an_uncommitted_save_is_never_served() -> None:
+def test_an_uncommitted_save_is_never_served():
     store, _ = over()
     lease = store.save(keys(1))
     assert store.load(keys(1)).poll() == Progress(0, 0)
@@ -72,7 +72,7 @@ def test_an_uncommitted_save_is_never_served() -> None:
     store.check(idle=True)
 
 
-def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it() -> None:
+def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it():
     told = []
     for at_once in (True, False):
         store, (lane,) = over(DictTier(64))
@@ -92,7 +92,7 @@ def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it() -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_run_of_which_a_chunk_is_not_in_ram_is_not_claimed_at_once(lost: int) -> None:
+def test_a_run_of_which_a_chunk_is_not_in_ram_is_not_claimed_at_once(lost):
     run = keys(1, 2, 3)
     store, (lane,) = over(DictTier(64, held={key: key.ljust(SLOT, b"\0") for key in run}))
     fill(store, [*run[:lost], *run[lost + 1 :]])
@@ -103,7 +103,7 @@ def test_a_run_of_which_a_chunk_is_not_in_ram_is_not_claimed_at_once(lost: int) 
     store.check(idle=True)
 
 
-def test_a_run_that_would_hold_the_lock_for_long_is_not_claimed_at_once() -> None:
+def test_a_run_that_would_hold_the_lock_for_long_is_not_claimed_at_once():
     run = keys(*range(2049))
     store, _ = over(slots=len(run))
     fill(store, run)
@@ -112,7 +112,7 @@ def test_a_run_that_would_hold_the_lock_for_long_is_not_claimed_at_once() -> Non
         assert lease.poll() == Progress(2048, 0)
 
 
-def test_a_lease_ends_once() -> None:
+def test_a_lease_ends_once():
     store, _ = over()
     lease = store.save(keys(1))
     lease.commit()
@@ -122,14 +122,14 @@ def test_a_lease_ends_once() -> None:
         lease.commit()
 
 
-def test_a_prompt_longer_than_the_pool_keeps_its_beginning() -> None:
+def test_a_prompt_longer_than_the_pool_keeps_its_beginning():
     store, _ = over(slots=2)
     assert fill(store, keys(1, 2, 3)) == 2
     assert store.lookup(keys(1, 2, 3)).progress == Progress(2, 0)
     assert store.stats()["save_refused"] == 1
 
 
-def test_spilled_chunks_outlive_eviction_and_come_back_whole() -> None:
+def test_spilled_chunks_outlive_eviction_and_come_back_whole():
     store, (lane,) = over(DictTier(8), slots=2)
     first, second = keys(1, 2), keys(3, 4)
     fill(store, first)
@@ -148,7 +148,7 @@ def test_spilled_chunks_outlive_eviction_and_come_back_whole() -> None:
     assert again.sources == ["ram", "ram"]
 
 
-def test_a_failed_promotion_makes_the_match_shorter() -> None:
+def test_a_failed_promotion_makes_the_match_shorter():
     tier = DictTier(8)
     store, (lane,) = over(tier, slots=3)
     run = keys(1, 2, 3)
@@ -163,7 +163,7 @@ def test_a_failed_promotion_makes_the_match_shorter() -> None:
     assert store.lookup(run).progress == Progress(1, 0), "what cannot be read is not offered again"
 
 
-def test_the_next_tier_is_asked_when_one_fails() -> None:
+def test_the_next_tier_is_asked_when_one_fails():
     fast, slow = DictTier(8, name="fast"), DictTier(8, name="slow")
     store, lanes = over(fast, slow, slots=1)
     fill(store, keys(1))
@@ -220,7 +220,7 @@ def spilled(tier: AwayTier, run: list[ChunkKey], *more: DictTier) -> tuple[Store
     return store, lanes
 
 
-def test_what_cannot_be_read_now_is_a_miss_now_and_there_later() -> None:
+def test_what_cannot_be_read_now_is_a_miss_now_and_there_later():
     run, tier = keys(1, 2), AwayTier(8, Clock())
     store, (lane,) = spilled(tier, run)
     with store.load(run) as lease:
@@ -236,7 +236,7 @@ def test_what_cannot_be_read_now_is_a_miss_now_and_there_later() -> None:
     store.check(idle=True)
 
 
-def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read() -> None:
+def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read():
     run, clock = keys(1, 2, 3, 4), Clock()
     tier = AwayTier(8, clock)
     store, (lane,) = spilled(tier, run)
@@ -259,7 +259,7 @@ def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read() 
     assert tier.reads == 3 + 1 + 3
 
 
-def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not() -> None:
+def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not():
     tier = AwayTier(16, Clock())
     singles = [keys(number) for number in (1, 2, 3, 4, 5, 6)]
     lane = ManualLane()
@@ -279,7 +279,7 @@ def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not() ->
         assert lease.poll() == Progress(1, 0), "the other one is not"
 
 
-def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each() -> None:
+def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each():
     fast, slow = AwayTier(8, Clock(), "fast"), AwayTier(8, Clock(), "slow")
     run = keys(1)
     store, lanes = spilled(fast, run, slow)
@@ -324,7 +324,7 @@ def run_all(lane: ManualLane) -> None:
             lane.run()
 
 
-def test_a_tier_that_raises_costs_a_miss_and_leaves_nothing_in_progress() -> None:
+def test_a_tier_that_raises_costs_a_miss_and_leaves_nothing_in_progress():
     tier = Bug(8)
     store, (lane,) = over(tier, slots=1)
     tier.raises = "write"
@@ -344,7 +344,7 @@ def test_a_tier_that_raises_costs_a_miss_and_leaves_nothing_in_progress() -> Non
     assert store.lookup(keys(2)).progress == Progress(0, 1), "it may be there later"
 
 
-def test_a_full_lane_costs_a_shorter_match_not_a_wait() -> None:
+def test_a_full_lane_costs_a_shorter_match_not_a_wait():
     store, (lane,) = over(DictTier(8), slots=3, bound=1)
     run = keys(1, 2, 3)
     for end in (1, 2, 3):
@@ -357,7 +357,7 @@ def test_a_full_lane_costs_a_shorter_match_not_a_wait() -> None:
     store.check(idle=True)
 
 
-def test_chunks_that_only_a_shared_tier_knows_are_found_by_load() -> None:
+def test_chunks_that_only_a_shared_tier_knows_are_found_by_load():
     run = keys(1, 2)
     held = {key: bytes(key).ljust(SLOT, b"\0") for key in run}
     store, (lane,) = over(DictTier(8, shared=True), slots=4)
@@ -370,14 +370,14 @@ def test_chunks_that_only_a_shared_tier_knows_are_found_by_load() -> None:
         assert [bytes(view[:40]) for view in lease.views()] == run
 
 
-def test_what_a_tier_kept_is_known_at_start() -> None:
+def test_what_a_tier_kept_is_known_at_start():
     run = keys(1, 2)
     tier = DictTier(8, held={key: bytes(key).ljust(SLOT, b"\0") for key in run})
     store, _ = over(tier)
     assert store.lookup(run).progress == Progress(0, 2)
 
 
-def test_a_shrunken_tier_gives_up_its_coldest() -> None:
+def test_a_shrunken_tier_gives_up_its_coldest():
     run = keys(1, 2, 3)
     tier = DictTier(2, held={key: bytes(SLOT) for key in reversed(run)})
     store, (lane,) = over(tier)
@@ -386,7 +386,7 @@ def test_a_shrunken_tier_gives_up_its_coldest() -> None:
     assert store.lookup(run).progress == Progress(0, 2)
 
 
-def test_forgotten_chunks_leave_every_place() -> None:
+def test_forgotten_chunks_leave_every_place():
     tier = DictTier(8)
     store, (lane,) = over(tier)
     fill(store, keys(1, 2))
@@ -401,7 +401,7 @@ def test_forgotten_chunks_leave_every_place() -> None:
     store.check(idle=True)
 
 
-def test_a_chunk_evicted_before_its_write_is_counted_and_not_written() -> None:
+def test_a_chunk_evicted_before_its_write_is_counted_and_not_written():
     tier = DictTier(8)
     store, (lane,) = over(tier, slots=1)
     fill(store, keys(1))
@@ -411,7 +411,7 @@ def test_a_chunk_evicted_before_its_write_is_counted_and_not_written() -> None:
     assert store.stats()["dict_spill_late"] == 1
 
 
-def test_a_store_whose_tier_has_a_write_to_come_is_not_at_rest() -> None:
+def test_a_store_whose_tier_has_a_write_to_come_is_not_at_rest():
     store, (lane,) = over(DictTier(8))
     fill(store, keys(1))
     store.check()
@@ -424,7 +424,7 @@ def test_a_store_whose_tier_has_a_write_to_come_is_not_at_rest() -> None:
     store.check(idle=True)
 
 
-def test_close_runs_queued_writes_and_tells_tiers_their_order() -> None:
+def test_close_runs_queued_writes_and_tells_tiers_their_order():
     class Closing(DictTier):
         order: list[ChunkKey]
 
@@ -439,7 +439,7 @@ def test_close_runs_queued_writes_and_tells_tiers_their_order() -> None:
     assert tier.order == run[::-1], "the leaf is the coldest"
 
 
-def test_wait_returns_at_once_when_something_has_arrived() -> None:
+def test_wait_returns_at_once_when_something_has_arrived():
     store, (lane,) = over(DictTier(8), slots=1)
     fill(store, keys(1))
     lane.run()

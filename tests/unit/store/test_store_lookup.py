@@ -46,7 +46,7 @@ class SlowTier(DictTier):
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
@@ -70,7 +70,7 @@ def spilled(clock: Clock, tier: DictTier, run: list[ChunkKey]) -> tuple[Store, M
     return store, lane
 
 
-def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock: Clock) -> None:
+def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock):
     store, _ = over(clock)
     fill(store, keys(1, 2))
     assert store.lookup(keys(1, 2, 3)) == LookupResult([(2, 0.0)], why="cold")
@@ -78,7 +78,7 @@ def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock:
     assert store.lookup([]) == LookupResult([(0, 0.0)])
 
 
-def test_of_each_chunk_by_itself_it_is_known_what_a_lookup_would_find(clock: Clock) -> None:
+def test_of_each_chunk_by_itself_it_is_known_what_a_lookup_would_find(clock):
     run = keys(1, 2, 3, 4)
     tier = SlowTier(clock, 0.5)
     store, lane = spilled(clock, tier, run)
@@ -97,7 +97,7 @@ def test_of_each_chunk_by_itself_it_is_known_what_a_lookup_would_find(clock: Clo
     assert shared.known(run) == [False] * 4, "only asking would tell"
 
 
-def test_reads_are_timed_and_what_is_queued_before_is_counted(clock: Clock) -> None:
+def test_reads_are_timed_and_what_is_queued_before_is_counted(clock):
     run = keys(1, 2, 3, 4)
     store, lane = spilled(clock, SlowTier(clock, 0.5), run)
     assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))]
@@ -111,7 +111,7 @@ def test_reads_are_timed_and_what_is_queued_before_is_counted(clock: Clock) -> N
     assert store.lookup(run).ready == 3
 
 
-def test_each_tier_is_a_step_of_its_own(clock: Clock) -> None:
+def test_each_tier_is_a_step_of_its_own(clock):
     fast, slow = SlowTier(clock, 0.1, name="fast"), SlowTier(clock, 2.0, name="slow")
     run = keys(1, 2, 3)
     for tier, held in ((fast, run[:2]), (slow, run)):
@@ -127,7 +127,7 @@ def test_each_tier_is_a_step_of_its_own(clock: Clock) -> None:
     assert store.lookup(run).steps == [(0, 0.0), (2, pytest.approx(0.2)), (3, pytest.approx(2.0))]
 
 
-def test_a_claim_of_a_part_moves_nothing_of_the_rest(clock: Clock) -> None:
+def test_a_claim_of_a_part_moves_nothing_of_the_rest(clock):
     run = keys(1, 2, 3, 4)
     tier = SlowTier(clock, 0.5)
     store, lane = spilled(clock, tier, run)
@@ -141,7 +141,7 @@ def test_a_claim_of_a_part_moves_nothing_of_the_rest(clock: Clock) -> None:
     store.check(idle=True)
 
 
-def test_a_declined_hit_leaves_no_pin_and_no_slot(clock: Clock) -> None:
+def test_a_declined_hit_leaves_no_pin_and_no_slot(clock):
     run = keys(1, 2, 3)
     store, lane = spilled(clock, SlowTier(clock, 9.0), run)
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_a_declined_hit_leaves_no_pin_and_no_slot(clock: Clock) -> None:
     assert store.stats()["declined_slower"] == 9
 
 
-def test_reads_that_nobody_waits_for_any_more_are_not_made(clock: Clock) -> None:
+def test_reads_that_nobody_waits_for_any_more_are_not_made(clock):
     run = keys(1, 2, 3)
     tier = SlowTier(clock, 5.0)
     store, lane = spilled(clock, tier, run)
@@ -169,9 +169,7 @@ def test_reads_that_nobody_waits_for_any_more_are_not_made(clock: Clock) -> None
     assert store.lookup(run).progress == Progress(1, 2), "they can be had as before"
 
 
-def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_fast_again(
-    clock: Clock,
-) -> None:
+def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_fast_again(clock):
     run = keys(1, 2, 3, 4)
     tier = SlowTier(clock, 8.0)
     store, lane = spilled(clock, tier, run)
@@ -189,7 +187,7 @@ def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_f
     store.check(idle=True)
 
 
-def test_a_shared_tier_that_is_not_asked_is_tried_too(clock: Clock) -> None:
+def test_a_shared_tier_that_is_not_asked_is_tried_too(clock):
     run = keys(1, 2)
     tier = SlowTier(clock, 0.25, shared=True)
     store, (lane,) = over(clock, tier)
@@ -206,7 +204,7 @@ def test_a_shared_tier_that_is_not_asked_is_tried_too(clock: Clock) -> None:
     store.check(idle=True)
 
 
-def test_a_trial_with_no_room_on_the_lane_is_made_later(clock: Clock) -> None:
+def test_a_trial_with_no_room_on_the_lane_is_made_later(clock):
     run = keys(1, 2)
     tier = SlowTier(clock, 0.5)
     store, lane = spilled(clock, tier, run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,8 +61,7 @@ def budgeted(tier: DictTier, budget: WriteBudget, clock: Clock) -> tuple[Store, 
 # ---- runs longer than RAM --------------------------------------------------------------------
 
 
-def test_of_a_run_longer_than_ram_what_is_written_leaves_for_what_is_not() -> None:
-    """Else nothing behind as many chunks as RAM has room for could ever be restored."""
+def test_of_a_run_longer_than_ram_what_is_written_leaves_for_what_is_not():
     tier, lane, run = DictTier(64), ManualLane(), keys(*range(12))
     store = Store(Pool(4, SLOT), [(tier, lane)])
     for end in (4, 6, 8, 10, 12):
@@ -75,7 +73,7 @@ def test_of_a_run_longer_than_ram_what_is_written_leaves_for_what_is_not() -> No
     store.check(idle=True)
 
 
-def test_of_a_run_longer_than_ram_nothing_leaves_that_is_not_written() -> None:
+def test_of_a_run_longer_than_ram_nothing_leaves_that_is_not_written():
     lane, run = ManualLane(), keys(*range(12))
     store = Store(Pool(4, SLOT), [(DictTier(64), lane)])
     save(store, run[:4])
@@ -87,7 +85,7 @@ def test_of_a_run_longer_than_ram_nothing_leaves_that_is_not_written() -> None:
 # ---- write on evict ------------------------------------------------------------------------------
 
 
-def test_what_ram_has_room_for_is_not_written() -> None:
+def test_what_ram_has_room_for_is_not_written():
     tier = DictTier(8)
     store, lane = late(tier, slots=4)
     save(store, keys(1, 2))
@@ -103,7 +101,7 @@ class CountingTier(DictTier):
         return super().write(key, data, owner)
 
 
-def test_what_leaves_next_is_written_before_it_leaves_and_comes_back() -> None:
+def test_what_leaves_next_is_written_before_it_leaves_and_comes_back():
     tier = CountingTier(8)
     store, lane = late(tier, slots=4)
     first, second = keys(1, 2), keys(3, 4)
@@ -128,7 +126,7 @@ def test_what_leaves_next_is_written_before_it_leaves_and_comes_back() -> None:
     store.check(idle=True)
 
 
-def test_when_saves_outrun_the_tier_the_coldest_leaves_unwritten_and_is_counted() -> None:
+def test_when_saves_outrun_the_tier_the_coldest_leaves_unwritten_and_is_counted():
     tier = DictTier(8)
     store, lane = late(tier, slots=2)
     save(store, keys(1, 2))
@@ -141,7 +139,7 @@ def test_when_saves_outrun_the_tier_the_coldest_leaves_unwritten_and_is_counted(
     assert store.lookup(keys(1, 2)).progress == Progress(0, 0)
 
 
-def test_a_clean_close_writes_what_is_in_ram_so_that_a_restart_is_warm() -> None:
+def test_a_clean_close_writes_what_is_in_ram_so_that_a_restart_is_warm():
     class Closing(DictTier):
         order: list[ChunkKey]
 
@@ -159,7 +157,7 @@ def test_a_clean_close_writes_what_is_in_ram_so_that_a_restart_is_warm() -> None
     )
 
 
-def test_a_close_writes_the_hottest_where_not_all_find_room() -> None:
+def test_a_close_writes_the_hottest_where_not_all_find_room():
     tier = DictTier(1)
     store, _ = late(tier, slots=4)
     save(store, keys(1, 2, 3))
@@ -167,7 +165,7 @@ def test_a_close_writes_the_hottest_where_not_all_find_room() -> None:
     assert set(tier.held) == set(keys(1))
 
 
-def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first() -> None:
+def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first():
     tier = DictTier(8)
     store, lane = late(tier, slots=8, share=0.5)
     for token in (1, 2, 3, 4):
@@ -179,7 +177,7 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first() -> 
     assert store.stats()["dict_spill_late"] == 0
 
 
-def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
+def test_a_restart_of_real_files_is_warm(tmp_path):
     config = Config().with_keys(
         ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=1 << 40
     )
@@ -202,8 +200,8 @@ def test_a_restart_of_real_files_is_warm(tmp_path: Path) -> None:
     ],
 )
 def test_by_the_words_of_the_page_only_auto_with_a_limit_lets_copies_leave_early(
-    tmp_path: Path, words: str, order: type
-) -> None:
+    tmp_path, words, order
+):
     file = tmp_path / "kvtier.yaml"
     file.write_text(words)
     flags = {"ram_bytes": 8 * SLOT, "nvme_path": str(tmp_path / "t"), "nvme_bytes": 1 << 20}
@@ -220,9 +218,7 @@ def test_by_the_words_of_the_page_only_auto_with_a_limit_lets_copies_leave_early
     writes=st.lists(st.tuples(st.floats(0, DAY / 20), st.integers(1, 100)), max_size=200),
     a_day=st.integers(100, 1_000_000),
 )
-def test_no_day_sees_more_than_the_limit_and_one_burst(
-    writes: list[tuple[float, int]], a_day: int
-) -> None:
+def test_no_day_sees_more_than_the_limit_and_one_burst(writes, a_day):
     budget, now = WriteBudget(a_day, least=100), 0.0
     burst = max(100.0, a_day * 600 / DAY)
     done: list[tuple[float, int]] = []
@@ -235,7 +231,7 @@ def test_no_day_sees_more_than_the_limit_and_one_burst(
         assert sum(size for at, size in done if begin <= at < begin + DAY) <= a_day + burst + 1e-6
 
 
-def test_a_budget_fills_again_with_time_and_not_beyond_its_burst() -> None:
+def test_a_budget_fills_again_with_time_and_not_beyond_its_burst():
     budget = WriteBudget(DAY, least=1)  # a byte a second, a burst of 600
     assert budget.allows(600, 0.0)
     budget.spend(600)
@@ -245,8 +241,7 @@ def test_a_budget_fills_again_with_time_and_not_beyond_its_burst() -> None:
     assert not budget.allows(601, 0.0), "a clock that went back gives nothing"
 
 
-def test_one_budget_of_two_stores_lets_both_together_write_so_much() -> None:
-    """And a larger chunk that comes later fits, too."""
+def test_one_budget_of_two_stores_lets_both_together_write_so_much():
     clock, budget = Clock(), WriteBudget(4 * SLOT, 0, threading.Lock())
     tiers = [DictTier(8), DictTier(8)]
     stores = [budgeted(tier, budget, clock) for tier in tiers]
@@ -263,7 +258,7 @@ def test_one_budget_of_two_stores_lets_both_together_write_so_much() -> None:
     assert budget.allows(2 * SLOT, clock.now) and not budget.allows(3 * SLOT, clock.now)
 
 
-def test_over_its_budget_a_tier_refuses_and_gives_up_nothing_for_it() -> None:
+def test_over_its_budget_a_tier_refuses_and_gives_up_nothing_for_it():
     clock, tier = Clock(), DictTier(2)
     store, lane = budgeted(tier, WriteBudget(2 * SLOT, least=2 * SLOT), clock)
     run = keys(1, 2, 3, 4)
@@ -282,7 +277,7 @@ def test_over_its_budget_a_tier_refuses_and_gives_up_nothing_for_it() -> None:
     store.check(idle=True)
 
 
-def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused() -> None:
+def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused():
     clock, tier = Clock(), DictTier(4)
     store, lane = budgeted(tier, WriteBudget(SLOT, least=SLOT), clock)
     for token in (1, *range(10, 17)):
@@ -301,7 +296,7 @@ def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused() -> None
 # ---- NVMe and the configuration ------------------------------------------------------------------
 
 
-def test_chunks_that_leave_nvme_unread_are_counted(tmp_path: Path) -> None:
+def test_chunks_that_leave_nvme_unread_are_counted(tmp_path):
     tier = NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
     read, unread, left = keys(1)[0], keys(2)[0], keys(3)[0]
     into = memoryview(bytearray(SLOT))
@@ -320,7 +315,7 @@ def test_chunks_that_leave_nvme_unread_are_counted(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
+def test_a_server_tells_what_wears_its_disk(tmp_path):
     lane, tier = ManualLane(), NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
     store = Store(Pool(8, SLOT), [TierSpec(tier, lane, WriteBudget(1, 0))])
     save(store, keys(1, 2, 3))
@@ -347,9 +342,7 @@ def test_a_server_tells_what_wears_its_disk(tmp_path: Path) -> None:
     ("limit", "written_at_once"),
     [(None, 3), (1 << 40, 0)],
 )
-def test_with_a_limit_chunks_are_written_when_ram_drops_them(
-    tmp_path: Path, limit: int | None, written_at_once: int
-) -> None:
+def test_with_a_limit_chunks_are_written_when_ram_drops_them(tmp_path, limit, written_at_once):
     config = Config().with_keys(
         ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=limit
     )

@@ -29,7 +29,7 @@ def index(seen: Seen | None = None, capacity: int = 4) -> TierIndex:
     return TierIndex(PLACE, capacity, LRU, 0.5, Observers(*[seen] if seen else ()))
 
 
-def test_it_tells_what_came_what_left_and_how_and_what_a_read_did_not_find() -> None:
+def test_it_tells_what_came_what_left_and_how_and_what_a_read_did_not_find():
     seen = Seen()
     tier = index(seen)
     for key in (A, B, C):
@@ -49,14 +49,14 @@ def test_it_tells_what_came_what_left_and_how_and_what_a_read_did_not_find() -> 
     assert not tier.order and tier.leaving == {B, C}
 
 
-def test_a_chunk_without_an_owner_is_nobodys_and_what_is_not_held_is_not_named() -> None:
+def test_a_chunk_without_an_owner_is_nobodys_and_what_is_not_held_is_not_named():
     tier = index()
     tier.hold(A)
     tier.hold(C, OWNER)
     assert tier.unowned([A, B, C]) == [A]
 
 
-def test_an_owners_chunks_that_are_being_written_count_and_those_of_others_do_not() -> None:
+def test_an_owners_chunks_that_are_being_written_count_and_those_of_others_do_not():
     tier = index()
     tier.hold(A, OWNER)
     assert not tier.quota.spent(OWNER)

@@ -50,7 +50,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
+def bench():
     return Bench()
 
 
@@ -64,7 +64,7 @@ def only(histogram: Histogram) -> float:
     return sum(histogram.sums)
 
 
-def test_a_save_lasts_until_its_slots_are_filled(bench: Bench) -> None:
+def test_a_save_lasts_until_its_slots_are_filled(bench):
     bench.save(keys(1, 2), seconds=0.25)
     assert only(bench.store.timings.of("save")) == 0.25
     bench.store.save(keys(7)).close()
@@ -74,20 +74,20 @@ def test_a_save_lasts_until_its_slots_are_filled(bench: Bench) -> None:
     )
 
 
-def test_a_spill_is_the_write_of_one_chunk(bench: Bench) -> None:
+def test_a_spill_is_the_write_of_one_chunk(bench):
     bench.save(keys(1, 2))
     spills = bench.store.timings.of("spill", bench.tier.name)
     assert (sum(spills.counts), sum(spills.sums)) == (2, 1.0)
 
 
-def test_a_lookup_is_counted_whether_it_finds_anything_or_not(bench: Bench) -> None:
+def test_a_lookup_is_counted_whether_it_finds_anything_or_not(bench):
     bench.store.lookup(keys(1, 2))
     bench.save(keys(1, 2))
     bench.store.lookup(keys(1, 2))
     assert sum(bench.store.timings.of("lookup").counts) == 2
 
 
-def test_a_load_lasts_until_it_is_closed_and_its_wait_until_all_is_there(bench: Bench) -> None:
+def test_a_load_lasts_until_it_is_closed_and_its_wait_until_all_is_there(bench):
     bench.save(keys(1))
     with bench.store.load(keys(1)) as lease:
         assert lease.poll().ready == 1
@@ -99,8 +99,8 @@ def test_a_load_lasts_until_it_is_closed_and_its_wait_until_all_is_there(bench: 
 
 
 def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_their_queue_in_them(
-    bench: Bench,
-) -> None:
+    bench,
+):
     bench.save(keys(1))
     bench.save(keys(3, 4, 5, 6))  # all of RAM
     with bench.store.load(keys(1)) as lease:
@@ -122,13 +122,13 @@ def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_th
     )
 
 
-def test_a_load_without_a_hit_is_none(bench: Bench) -> None:
+def test_a_load_without_a_hit_is_none(bench):
     with bench.store.load(keys(9)) as lease:
         lease.poll()
     assert sum(bench.store.timings.of("load", "ram").counts) == 0
 
 
-def test_every_series_is_there_before_anything_happens(bench: Bench) -> None:
+def test_every_series_is_there_before_anything_happens(bench):
     now, name = read(bench.store), bench.tier.name
     assert {(timing.what, timing.tier) for timing in now.timings} == {
         *(("lookup", ""), ("load_wait", ""), ("save", ""), ("load", "ram")),
@@ -137,7 +137,7 @@ def test_every_series_is_there_before_anything_happens(bench: Bench) -> None:
     assert all(timing.counts == [0] * (len(BOUNDS) + 1) for timing in now.timings)
 
 
-def test_evictions_are_counted_where_they_happen() -> None:
+def test_evictions_are_counted_where_they_happen():
     bench = Bench(slots=2, capacity=3)
     bench.save(keys(1, 2))
     bench.save(keys(3, 4))
@@ -150,7 +150,7 @@ def test_evictions_are_counted_where_they_happen() -> None:
     assert read(bench.store).tiers[0].evicted == 2, "what is dropped on purpose is not evicted"
 
 
-def test_a_duration_is_counted_in_the_place_whose_bounds_hold_it() -> None:
+def test_a_duration_is_counted_in_the_place_whose_bounds_hold_it():
     for place, bound in enumerate(BOUNDS):
         for seconds in (bound * 0.51, bound * 0.99):
             histogram = Histogram()
@@ -162,15 +162,13 @@ def test_a_duration_is_counted_in_the_place_whose_bounds_hold_it() -> None:
 @pytest.mark.parametrize(
     ("seconds", "place"), [(0.0, 0), (1e-9, 0), (100.0, len(BOUNDS)), (1e9, len(BOUNDS))]
 )
-def test_what_is_shorter_or_longer_than_all_bounds_has_a_place_too(
-    seconds: float, place: int
-) -> None:
+def test_what_is_shorter_or_longer_than_all_bounds_has_a_place_too(seconds, place):
     histogram = Histogram()
     histogram.add(seconds)
     assert histogram.counts[place] == 1 and len(histogram.counts) == len(BOUNDS) + 1
 
 
-def test_counts_and_sums_are_whole() -> None:
+def test_counts_and_sums_are_whole():
     draw, histogram = random.Random(0), Histogram()
     given = [10 ** draw.uniform(-8, 3) for _ in range(2000)]
     for seconds in given:

@@ -15,7 +15,7 @@ def detector(clock: Clock, **more: int) -> ZeroHits:
     return ZeroHits(ROOM, **more, chunks=100, seconds=600.0, clock=clock)
 
 
-def test_it_speaks_once_when_both_enough_time_and_enough_chunks_have_gone_by() -> None:
+def test_it_speaks_once_when_both_enough_time_and_enough_chunks_have_gone_by():
     clock = Clock()
     zero = detector(clock)
     assert not zero.counted(4000, 0, 9, {"cold": 4000}), "too soon"
@@ -31,7 +31,7 @@ def test_it_speaks_once_when_both_enough_time_and_enough_chunks_have_gone_by() -
     assert not zero.counted(9000, 0, 9, {"cold": 9000}), "said once"
 
 
-def test_a_hit_ends_it_and_begins_a_new_window() -> None:
+def test_a_hit_ends_it_and_begins_a_new_window():
     clock = Clock(600.0)
     zero = ZeroHits(ROOM, chunks=100, seconds=600.0, clock=clock)
     clock.now = 1200.0
@@ -45,7 +45,7 @@ def test_a_hit_ends_it_and_begins_a_new_window() -> None:
     assert "0 of 300 chunks" in zero.verdict and "100% salt" in zero.verdict
 
 
-def test_a_cache_that_nobody_filled_is_not_blamed() -> None:
+def test_a_cache_that_nobody_filled_is_not_blamed():
     clock = Clock()
     zero = detector(clock)
     clock.now = 900.0
@@ -56,7 +56,7 @@ def test_a_cache_that_nobody_filled_is_not_blamed() -> None:
     assert "lower chunk_tokens" in zero.verdict
 
 
-def test_chunks_of_another_model_that_lie_in_the_tiers_are_told_of() -> None:
+def test_chunks_of_another_model_that_lie_in_the_tiers_are_told_of():
     clock = Clock()
     zero = detector(clock, found=7000)
     clock.now = 900.0
@@ -84,7 +84,7 @@ def test_chunks_of_another_model_that_lie_in_the_tiers_are_told_of() -> None:
         "short",
     ],
 )
-def test_every_reason_has_words(reason: str) -> None:
+def test_every_reason_has_words(reason):
     clock = Clock()
     zero = detector(clock)
     clock.now = 900.0

@@ -51,7 +51,7 @@ def lookup(seen: Picture, tokens: list[int] | None = None, salt: str | None = No
     return found.tokens // BLOCK, {tier: count // BLOCK for tier, count in found.items() if count}
 
 
-def test_a_prompts_beginning_is_found_in_each_tier_and_in_all_together() -> None:
+def test_a_prompts_beginning_is_found_in_each_tier_and_in_all_together():
     seen = picture(stored(0, 3), stored(2, 5, "CPU"), stored(0, 1, "STORAGE"))
     assert lookup(seen) == (5, {"gpu": 3, "storage": 1})
     assert lookup(seen, TOKENS[: 2 * BLOCK + 1]) == (2, {"gpu": 2, "storage": 1})
@@ -59,7 +59,7 @@ def test_a_prompts_beginning_is_found_in_each_tier_and_in_all_together() -> None
     assert lookup(seen, []) == (0, {})
 
 
-def test_a_block_counts_until_its_last_tier_lets_it_go() -> None:
+def test_a_block_counts_until_its_last_tier_lets_it_go():
     seen = picture(stored(0, 4), stored(0, 4, "CPU"), removed(2, 4))
     assert lookup(seen) == (4, {"gpu": 2, "cpu": 4})
     whole(seen.apply([removed(1, 2, "CPU"), removed(1, 2)]))
@@ -67,27 +67,26 @@ def test_a_block_counts_until_its_last_tier_lets_it_go() -> None:
     assert seen.blocks == {"gpu": 1, "cpu": 3}
 
 
-def test_what_is_removed_twice_is_counted_once() -> None:
+def test_what_is_removed_twice_is_counted_once():
     seen = picture(stored(0, 3), stored(0, 3, "CPU"), removed(1, 3), removed(1, 3), removed(0, 3))
     assert seen.blocks == {"gpu": 0, "cpu": 3}
     assert lookup(seen) == (3, {"cpu": 3})
 
 
-def test_a_tier_that_other_hosts_reach_has_its_own_name() -> None:
+def test_a_tier_that_other_hosts_reach_has_its_own_name():
     seen = picture(stored(0, 2, "STORAGE", ownership="redis", locality="REMOTE"))
     whole(seen.apply([removed(0, 2, "STORAGE")]))
     assert lookup(seen) == (2, {"redis": 2}), "the host's own disk is another tier"
 
 
-def test_a_cleared_prefix_cache_leaves_what_other_tiers_hold() -> None:
+def test_a_cleared_prefix_cache_leaves_what_other_tiers_hold():
     seen = picture(stored(0, 4), stored(0, 2, "CPU"), AllBlocksCleared())
     assert lookup(seen) == (2, {"cpu": 2})
     assert seen.blocks == {"gpu": 0, "cpu": 2}
     assert picture(stored(0, 2, "CPU"), AllBlocksCleared()).blocks == {"cpu": 2}
 
 
-def test_blocks_whose_place_is_not_known_do_not_count() -> None:
-    """The picture began after the first block was told."""
+def test_blocks_whose_place_is_not_known_do_not_count():
     seen = picture(stored(1, 4))
     assert (lookup(seen), seen.ignored) == ((0, {}), 3)
     whole(seen.apply([stored(0, 1), stored(1, 3)]))
@@ -102,13 +101,12 @@ def test_blocks_whose_place_is_not_known_do_not_count() -> None:
     assert (seen.ignored, seen.blocks) == (5, {"gpu": 4})
 
 
-def test_tiers_that_are_told_without_tokens_are_those_of_known_blocks() -> None:
-    """vLLM's own offloading says hashes only."""
+def test_tiers_that_are_told_without_tokens_are_those_of_known_blocks():
     seen = picture(stored(0, 2), stored(0, 4, "CPU", token_ids=[], block_size=0))
     assert lookup(seen) == (2, {"gpu": 2, "cpu": 2})
 
 
-def test_a_salt_and_an_adapter_are_parts_of_a_prompts_name() -> None:
+def test_a_salt_and_an_adapter_are_parts_of_a_prompts_name():
     salted = stored(0, 2, extra_keys=[["tenant-1"], None])
     seen = picture(salted)
     assert lookup(seen) == (0, {})
@@ -119,7 +117,7 @@ def test_a_salt_and_an_adapter_are_parts_of_a_prompts_name() -> None:
         picture(stored(0, 2, extra_keys=[None]))
 
 
-def test_windows_do_not_count_and_of_several_groups_the_least() -> None:
+def test_windows_do_not_count_and_of_several_groups_the_least():
     window = stored(0, 6, group_idx=1, kv_cache_spec_kind="sliding_window")
     full = stored(0, 4, group_idx=0, kv_cache_spec_kind="full_attention")
     assert lookup(picture(window)) == (0, {})
@@ -132,7 +130,7 @@ def test_windows_do_not_count_and_of_several_groups_the_least() -> None:
     assert lookup(both)[0] == 1
 
 
-def test_the_room_is_bounded() -> None:
+def test_the_room_is_bounded():
     seen = picture(stored(0, 6), most=4)
     assert (lookup(seen), seen.ignored) == ((4, {"gpu": 4}), 2)
     whole(seen.apply([removed(3, 4), stored(3, 4), stored(4, 5)]))
@@ -146,8 +144,7 @@ def test_the_room_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_known_is_what_was_told_whatever_was_missed_before(seed: int) -> None:
-    """One picture hears all, another one from the middle on, against the plain truth."""
+def test_what_is_known_is_what_was_told_whatever_was_missed_before(seed):
     rng = random.Random(seed)
     prompts = [[rng.randrange(3) for _ in range(6 * BLOCK)] for _ in range(20)]
     held: dict[tuple[str, object], tuple[int, ...]] = {}
@@ -180,7 +177,7 @@ def test_what_is_known_is_what_was_told_whatever_was_missed_before(seed: int) ->
             assert lookup(late, prompt)[1].get(tier, 0) <= true
 
 
-def test_both_forms_of_vllms_messages_are_read() -> None:
+def test_both_forms_of_vllms_messages_are_read():
     import msgspec
 
     fields = ["GPU", None, [["salt"], None], 0, "full_attention"]
@@ -199,7 +196,7 @@ def test_both_forms_of_vllms_messages_are_read() -> None:
             kv_events.decode(wrong)
 
 
-def test_vllms_own_messages_are_read_to_the_last_field() -> None:
+def test_vllms_own_messages_are_read_to_the_last_field():
     import msgspec
 
     events = pytest.importorskip("vllm.distributed.kv_events")

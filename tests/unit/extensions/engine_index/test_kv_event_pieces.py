@@ -59,7 +59,7 @@ def pictured(events: list[Event]) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_pieces_of_a_long_message_say_what_the_whole_says(seed: int) -> None:
+def test_the_pieces_of_a_long_message_say_what_the_whole_says(seed):
     rng = random.Random(seed)
     long = stored(3000, 16, rng)
     events: list[Event] = [
@@ -76,7 +76,7 @@ def test_the_pieces_of_a_long_message_say_what_the_whole_says(seed: int) -> None
         assert pictured(pieces) == pictured(decode(payload))
 
 
-def test_a_short_message_is_decoded_as_it_is() -> None:
+def test_a_short_message_is_decoded_as_it_is():
     payload = message(stored(100), AllBlocksCleared())
     assert whole(decoding(payload)) == decode(payload)
 
@@ -104,7 +104,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("payload", WRONG.values(), ids=WRONG)
-def test_a_long_message_without_sense_is_refused_in_pieces(payload: bytes) -> None:
+def test_a_long_message_without_sense_is_refused_in_pieces(payload):
     steps, count = decoding(payload), 0
     with pytest.raises((msgspec.DecodeError, ValueError)):
         while True:
@@ -113,7 +113,7 @@ def test_a_long_message_without_sense_is_refused_in_pieces(payload: bytes) -> No
             assert count < 4096
 
 
-def test_random_damage_of_a_long_message_raises_nothing_else() -> None:
+def test_random_damage_of_a_long_message_raises_nothing_else():
     rng, good = random.Random(3), message(stored(1500), BlockRemoved([1] * 3, None))
     for _ in range(60):
         payload = bytearray(good)

@@ -3,7 +3,6 @@ withdrawn when they leave. It keeps no tokens, and no engine takes all of the ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -89,13 +88,13 @@ def tell(
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench():
     bench = Bench()
     yield bench
     bench.store.close()
 
 
-def test_a_chunk_is_published_in_each_place_and_withdrawn_from_each(bench: Bench) -> None:
+def test_a_chunk_is_published_in_each_place_and_withdrawn_from_each(bench):
     session = bench.session()
     save(session, KEYS[:1])
     tell(session)
@@ -115,7 +114,7 @@ def test_a_chunk_is_published_in_each_place_and_withdrawn_from_each(bench: Bench
     assert not bench.announced._chunks and not bench.announced._ends
 
 
-def test_what_is_not_in_the_place_is_not_published(bench: Bench) -> None:
+def test_what_is_not_in_the_place_is_not_published(bench):
     session = bench.session()
     tell(session)
     save(session, KEYS[:1])
@@ -124,8 +123,7 @@ def test_what_is_not_in_the_place_is_not_published(bench: Bench) -> None:
     assert not bench.announced._chunks and not bench.announced._blocks
 
 
-def test_two_engines_yield_one_event_under_the_hashes_of_the_first(bench: Bench) -> None:
-    """The second one's hashes are others, and its chunk follows the first one's."""
+def test_two_engines_yield_one_event_under_the_hashes_of_the_first(bench):
     one, two = bench.session(), bench.session()
     save(one, KEYS[:2])
     bench.lane.run()
@@ -142,7 +140,7 @@ def test_two_engines_yield_one_event_under_the_hashes_of_the_first(bench: Bench)
     ]
 
 
-def test_an_engine_that_is_gone_leaves_what_it_announced(bench: Bench) -> None:
+def test_an_engine_that_is_gone_leaves_what_it_announced(bench):
     session = bench.session()
     save(session, KEYS[:1])
     tell(session)
@@ -153,8 +151,7 @@ def test_an_engine_that_is_gone_leaves_what_it_announced(bench: Bench) -> None:
     assert bench.heard() == [("BlockRemoved", "CPU", b"e\0"), CLEARED]
 
 
-def test_another_tenant_is_published_when_no_engine_of_the_first_is_left(bench: Bench) -> None:
-    """Both may have the same tokens, and then vLLM's hashes are the same."""
+def test_another_tenant_is_published_when_no_engine_of_the_first_is_left(bench):
     one, two = bench.session(), bench.session(owner=2)
     save(one, KEYS[:1])
     save(two, KEYS[1:2])
@@ -171,7 +168,7 @@ def test_another_tenant_is_published_when_no_engine_of_the_first_is_left(bench: 
     ]
 
 
-def test_a_store_that_is_closed_is_withdrawn(bench: Bench) -> None:
+def test_a_store_that_is_closed_is_withdrawn(bench):
     session = bench.session()
     save(session, KEYS[:2])
     tell(session)
@@ -182,9 +179,7 @@ def test_a_store_that_is_closed_is_withdrawn(bench: Bench) -> None:
     assert not bench.store._directory.observers.came, "and nothing is noted any more"
 
 
-def test_after_a_loss_everything_is_withdrawn_and_announced_anew(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_loss_everything_is_withdrawn_and_announced_anew(bench, monkeypatch):
     session = bench.session()
     save(session, KEYS[:1])
     tell(session)
@@ -198,9 +193,7 @@ def test_after_a_loss_everything_is_withdrawn_and_announced_anew(
     assert bench.heard() == [("BlockStored", "CPU", b"e\0")]
 
 
-def test_a_session_has_half_of_the_room_that_others_leave(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_has_half_of_the_room_that_others_leave(bench, monkeypatch):
     monkeypatch.setattr(announced_module, "_MOST_BLOCKS", 12)
     one, two = bench.session(), bench.session()
     save(one, KEYS[:6])
@@ -217,7 +210,7 @@ def test_a_session_has_half_of_the_room_that_others_leave(
     assert [first[1] // 2 for _, _, first in bench.heard()] == [4]
 
 
-def test_hashes_are_kept_and_no_tokens(bench: Bench) -> None:
+def test_hashes_are_kept_and_no_tokens(bench):
     session = bench.session()
     save(session, KEYS[:1])
     tell(session)
@@ -236,7 +229,7 @@ def test_hashes_are_kept_and_no_tokens(bench: Bench) -> None:
         (RAM, {"extra_keys": [None]}),
     ],
 )
-def test_what_no_engine_announces(bench: Bench, place: int, more: dict[str, Any]) -> None:
+def test_what_no_engine_announces(bench, place, more):
     session = bench.session()
     save(session, KEYS[:1])
     with pytest.raises(wire.WireError):
@@ -244,7 +237,7 @@ def test_what_no_engine_announces(bench: Bench, place: int, more: dict[str, Any]
     assert not bench.events
 
 
-def test_a_server_that_publishes_nothing_is_told_nothing(bench: Bench) -> None:
+def test_a_server_that_publishes_nothing_is_told_nothing(bench):
     session = Session(bench.store, 1)
     with pytest.raises(wire.WireError, match="publishes nothing"):
         tell(session)

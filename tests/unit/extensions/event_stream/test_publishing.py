@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def gone(number: int, blocks: int = 1) -> BlockRemoved:
 
 
 @pytest.fixture
-def at() -> Iterator[Stream]:
+def at():
     with short_folder() as folder:
         yield parse_one(f"ipc://{folder}/events?replay=ipc://{folder}/replay")
 
@@ -65,9 +64,7 @@ async def replayed(at: Stream, begin: int) -> list[tuple[int, list[Any]]]:
     return found
 
 
-def test_events_of_one_turn_are_one_message_and_the_first_says_that_nothing_holds(
-    at: Stream,
-) -> None:
+def test_events_of_one_turn_are_one_message_and_the_first_says_that_nothing_holds(at):
     async def act(publisher: Any) -> None:
         await asyncio.sleep(0)
         for number in range(3):
@@ -81,9 +78,7 @@ def test_events_of_one_turn_are_one_message_and_the_first_says_that_nothing_hold
     during(at, act)
 
 
-def test_what_is_kept_for_who_comes_late_is_bounded(
-    at: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_for_who_comes_late_is_bounded(at, monkeypatch):
     monkeypatch.setattr(publishing, "_KEPT", 5)
     monkeypatch.setattr(publishing, "_KEPT_BYTES", 1000)
     monkeypatch.setattr(publishing, "_MESSAGE_BYTES", 1)
@@ -100,9 +95,7 @@ def test_what_is_kept_for_who_comes_late_is_bounded(
     during(at, act)
 
 
-def test_a_client_that_does_not_read_its_replay_delays_no_other(
-    at: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_does_not_read_its_replay_delays_no_other(at, monkeypatch):
     monkeypatch.setattr(publishing, "_PATIENCE_S", DEADLINE_S)
 
     async def act(publisher: Any) -> None:
@@ -122,7 +115,7 @@ def test_a_client_that_does_not_read_its_replay_delays_no_other(
     during(at, act)
 
 
-def test_a_place_that_is_taken_is_an_error_before_engines_are_let_in() -> None:
+def test_a_place_that_is_taken_is_an_error_before_engines_are_let_in():
     at = f"tcp://127.0.0.1:{free_port()}"
     first = publishing.Publisher(parse_one(at))
     with pytest.raises(ConfigError, match="cannot listen at"):
@@ -130,9 +123,7 @@ def test_a_place_that_is_taken_is_an_error_before_engines_are_let_in() -> None:
     first.close()
 
 
-def test_every_address_that_other_users_reach_is_warned_of(
-    caplog: pytest.LogCaptureFixture, at: Stream
-) -> None:
+def test_every_address_that_other_users_reach_is_warned_of(caplog, at):
     for host, warned in (("127.0.0.1", True), ("[::1]", True), ("0.0.0.0", True), (None, False)):  # noqa: S104
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -144,13 +135,13 @@ def test_every_address_that_other_users_reach_is_warned_of(
         assert ("reads the tokens and cache salts of all prompts" in caplog.text) == warned, host
 
 
-def test_a_stream_in_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_stream_in_a_folder_that_others_may_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="others may write"):
         publishing.Publisher(parse_one(f"ipc://{tmp_path}/events"))
 
 
-def test_subscribers_are_told_that_a_server_ends(at: Stream) -> None:
+def test_subscribers_are_told_that_a_server_ends(at):
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(at.endpoint)

@@ -27,7 +27,7 @@ GEOMETRY = Geometry((CacheGroup(0, Kind.FULL, BLOCK),), CHUNK)
 
 
 @pytest.fixture(autouse=True)
-def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_hashes(monkeypatch):
     """vLLM publishes 64 bits of each hash by default."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
@@ -70,7 +70,7 @@ class Bench:
         ]
 
 
-def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it() -> None:
+def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it():
     bench, request = Bench(), Asked(1, 2)
     with bench.store.save(request.keys) as lease:
         pieces = dict(zip(request.keys, GEOMETRY.trunk(0, 2), strict=True))
@@ -93,8 +93,7 @@ def test_a_chunk_is_announced_when_it_is_ready_and_again_when_a_tier_has_it() ->
     assert not bench.announcer.waits
 
 
-def test_what_other_hosts_reach_too_is_owned_by_its_tier() -> None:
-    """What is this host's has no owner but the engine: an owner's blocks are not the engine's."""
+def test_what_other_hosts_reach_too_is_owned_by_its_tier():
     owners = {}
     for tier in ("nvme", "redis", "object", "mooncake"):
         bench = Bench(tier)
@@ -110,7 +109,7 @@ def test_what_other_hosts_reach_too_is_owned_by_its_tier() -> None:
     }
 
 
-def test_what_leaves_is_withdrawn_from_where_it_left() -> None:
+def test_what_leaves_is_withdrawn_from_where_it_left():
     bench = Bench()
     bench.save(Asked(1, 2))
     bench.lane.run()
@@ -125,7 +124,7 @@ def test_what_leaves_is_withdrawn_from_where_it_left() -> None:
     assert not bench.announcer._described, "nothing is remembered of what is nowhere"
 
 
-def test_a_save_that_failed_is_never_announced() -> None:
+def test_a_save_that_failed_is_never_announced():
     bench, request = Bench(), Asked(1, 1)
     lease = bench.store.save(request.keys)
     bench.announcer.saving(Prompt(request, None), 0, 1, {request.keys[0]: GEOMETRY.trunk(0, 1)[0]})
@@ -136,7 +135,7 @@ def test_a_save_that_failed_is_never_announced() -> None:
     assert not bench.announcer._described
 
 
-def test_chunks_from_before_are_announced_when_a_prompt_names_them() -> None:
+def test_chunks_from_before_are_announced_when_a_prompt_names_them():
     bench, request = Bench(), Asked(1, 2)
     with bench.store.save(request.keys) as lease:
         lease.commit()
@@ -151,9 +150,7 @@ def test_chunks_from_before_are_announced_when_a_prompt_names_them() -> None:
     assert bench.heard() == [], "once is enough"
 
 
-def test_after_a_loss_everything_is_withdrawn_and_named_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_loss_everything_is_withdrawn_and_named_anew(monkeypatch):
     bench, request = Bench(), Asked(1, 1)
     bench.save(request)
     assert len(bench.heard()) == 1
@@ -168,7 +165,7 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(
     assert RAM_PLACE == 0
 
 
-def test_tokens_that_vllm_has_not_hashed_are_not_announced() -> None:
+def test_tokens_that_vllm_has_not_hashed_are_not_announced():
     bench, request = Bench(), Asked(1, 1)
     request.block_hashes = request.block_hashes[:1]
     bench.save(request)
