@@ -4,6 +4,7 @@ blocks jobs name."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,12 +49,12 @@ class Told:
 class Two:
     """The scheduler's half of an engine with two ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, geometry: Any = GEOMETRY) -> None:
         clock = Clock(100.0)
         self.store = Store(Pool(16, SLOT), clock=clock)
         policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
         part = ((0, True), (0, True))
-        self.half = scheduler_half(self.store, LAYOUT, GEOMETRY, (part, part), policy)
+        self.half = scheduler_half(self.store, LAYOUT, geometry, (part, part), policy)
         self.request = vllm_request(TOKENS)
         assert self.half.matched(self.request, 0) == (0, False)
 
@@ -86,6 +87,16 @@ def test_a_state_is_saved_from_the_block_in_which_vllm_left_it() -> None:
     saves = engine.step(0, 2 * CHUNK, [(1, STATES[3], 2 * CHUNK)]).saves
     assert blocks(saves, 1) == [STATES[3]]
     assert blocks(saves, 0) == ATTENTION[:4]
+
+
+def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing() -> None:
+    engine = Two(groups.Geometry((FULL,), CHUNK))
+    assert not engine.step(0, CHUNK - 1, []).saves
+    (job,) = engine.step(CHUNK - 1, 2, []).saves
+    assert not engine.step(CHUNK + 1, 1, []).saves
+    engine.half.report(metadata.StepReport(failed=Counter({job.number: 2})))
+    (again,) = engine.step(CHUNK + 2, 1, []).saves
+    assert blocks([again], 0) == blocks([job], 0) == ATTENTION[:2]
 
 
 def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeypatch) -> None:
