@@ -22,7 +22,7 @@ from kvtier.cli.vllm_command import API_SERVER
 from tests.admin_server import AdminServer
 from tests.admin_server import administered as in_any_python
 from tests.child_process import DEADLINE_S, wait_for
-from tests.command import bare
+from tests.command import bare, ran
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.redis_server import RedisServer
 from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
@@ -115,32 +115,11 @@ def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
     with memory_cgroup(512 * MIB) as group, short_folder() as folder:
         for words in (
             ["-m", "kvtier", "serve", "--listen", f"unix://{folder}/run/kvtier.sock"],
-            [
-                "-m",
-                "kvtier",
-                "launch",
-                "--print",
-                "--",
-                "python3",
-                "-m",
-                API_SERVER,
-                "--model",
-                "m",
-            ],
+            f"-m kvtier launch --print -- python3 -m {API_SERVER} --model m".split(),
             ["-c", engine],
         ):
             command = entering(group, [sys.executable, *words])
-            _in_words(
-                subprocess.run(
-                    command,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=DEADLINE_S,
-                    check=False,
-                ),
-                group,
-            )
+            _in_words(ran(command, environment), group)
 
 
 def test_ram_within_the_cgroup_is_touched_to_the_last_page() -> None:

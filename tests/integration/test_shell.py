@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -153,17 +154,7 @@ def test_plan_finds_a_hub_name_in_the_local_cache(variable: str, tmp_path: Path)
     files = hub(tmp_path / below, "Qwen/Qwen2.5-72B-Instruct", MODELS["qwen2.5-72b"])
     (files / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1000000000}}')
     env = {variable: tmp_path, "XDG_CACHE_HOME": ""}
-    what_if = (
-        "--no-measure",
-        "--ram",
-        "1130GiB",
-        "--gpu",
-        "A100-80GB:8",
-        "--tp",
-        "4",
-        "--disk",
-        "7TiB",
-    )
+    what_if = shlex.split("--no-measure --ram 1130GiB --gpu A100-80GB:8 --tp 4 --disk 7TiB")
     done = kvtier("plan", "--model", "Qwen/Qwen2.5-72B-Instruct", *what_if, env=env)
     assert done.returncode == 0, done.stderr
     assert "320 KiB" in done.stdout and "hub cache, commit 0123456789ab" in done.stdout

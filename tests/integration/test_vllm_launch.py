@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -30,6 +31,8 @@ MEMORY = 8 * GIB
 DISK = 6 * GIB
 HIT = 512
 START_S = 300.0
+ENGINE = """--served-model-name tiny --dtype float32 --enforce-eager --block-size 32
+    --enable-prompt-tokens-details"""
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -54,22 +57,7 @@ class Launched(HttpEngine):
 def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
     with fence(tmp_path, MEMORY, DISK) as (disk, enter):
         make_model(disk / "tiny", "tiny")
-        args = [
-            "--served-model-name",
-            "tiny",
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            "736",
-            "--enforce-eager",
-        ]
-        args += [
-            "--block-size",
-            "32",
-            "--num-gpu-blocks-override",
-            "24",
-            "--enable-prompt-tokens-details",
-        ]
+        args = shlex.split(f"{ENGINE} --max-model-len 736 --num-gpu-blocks-override 24")
         (disk / "lmcache.yaml").write_text(
             "chunk_size: 256\nmax_local_cpu_size: 900\nenable_p2p: true\n"
         )
@@ -111,8 +99,7 @@ def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is
     tmp_path,
 ) -> None:
     model = str(make_model(tmp_path / "tiny", "tiny"))
-    args = ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "736"]
-    args += ["--enforce-eager", "--block-size", "32", "--enable-prompt-tokens-details"]
+    args = shlex.split(f"{ENGINE} --max-model-len 736")
     always = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
     args += ["--kv-transfer-config", json.dumps(always)]
     env = QUIET | {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.child_process import wait_for
 from tests.conftest import ROOT
 from tests.integration.scenarios import document
-from tests.integration.test_vllm_launch import HIT, QUIET, Launched
+from tests.integration.test_vllm_launch import ENGINE, HIT, QUIET, Launched
 from tests.memory_bucket import beside
 from tests.redis_server import RedisServer
 from tests.s3_server import URL, S3Server, operated
@@ -66,8 +67,7 @@ def test_an_engine_with_the_switch_and_one_without_it_hit_what_the_other_saved(
     for name in ("KVTIER_CHUNK_TOKENS", "KVTIER_AUTO", "KVTIER_SERVER"):
         monkeypatch.delenv(name, raising=False)
     model = str(make_model(tmp_path / "tiny", "tiny"))
-    args = ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"]
-    args += ["--block-size", "32", "--enable-prompt-tokens-details"]
+    args = shlex.split(ENGINE)
     always = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
     args += ["--kv-transfer-config", json.dumps(always)]
     switch, (there, held) = variables("export KVTIER_AUTO="), shared
