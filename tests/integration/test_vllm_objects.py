@@ -37,7 +37,7 @@ def readmes_export() -> str:
     (line,) = re.findall(
         r"^export KVTIER_OBJECT_URL=s3://.*$", read("deploy/TIERS.md"), re.MULTILINE
     )
-    return str(line)
+    return str(line).partition("#")[0].strip()
 
 
 def read(name: str) -> str:
