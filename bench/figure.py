@@ -111,7 +111,7 @@ def _draw(axis: Any, panel: Panel) -> None:
         steps = max(1, len(bar.dots) - 1)
         spread = [place + 0.22 * (index / steps * 2 - 1) for index in range(len(bar.dots))]
         axis.plot(bar.dots, spread, "o", markersize=3, color="black", alpha=0.45, markeredgewidth=0)
-        ends.append(max([end, *bar.dots]))
+        ends.append(max([end, 0.0, *bar.dots]))
     inches = axis.get_position().width * WIDTH
     room = [1 - (len(bar.label) + 2) * _CHARACTER_INCHES / inches for bar in panel.bars]
     limit = max(end / max(0.2, left) for end, left in zip(ends, room, strict=True))

@@ -29,28 +29,24 @@ def add_run_flags(
     name: str,
     target: str,
     arms: Mapping[str, Arm],
-    installed: Sequence[Arm] | None = None,
+    default: tuple[Sequence[Arm] | None, str] | None = None,
 ) -> None:
     """Declare what is measured and where the results go. ``target``: what ``--base-url`` names.
-    ``installed``: the arms that run by default, all when None."""
+    ``default``: the arms that run by default, and their name; None: all of them."""
     add = parser.add_argument
     about = "directory or name; with --base-url the name that is served (default: the first)"
     add("--model", help=about)
     about = f"measure this running {target} instead of starting one for each arm"
     add("--base-url", type=url, metavar="URL", help=about)
-    default = "all" if installed is None else "all that are installed"
-    add(
-        "--arms",
-        type=names_in(arms),
-        default=list(arms.values()) if installed is None else installed,
-        help=f"of {','.join(arms)} (default: {default})",
-    )
+    chosen_arms, called = default or (list(arms.values()), "all")
+    about = f"of {','.join(arms)} (default: {called})"
+    add("--arms", type=names_in(arms), default=chosen_arms, help=about)
     about = "for one request (default: 600)"
     add("--request-timeout", type=seconds, default=600.0, metavar="S", help=about)
     about = "exit with 1 when an arm answers differently"
     add("--require-same-tokens", action="store_true", help=about)
     folder = Path("build", name)
-    about = f"for {name}.json, .csv, .png and logs (default: {folder})"
+    about = f"for {name}.json, .csv, pictures and logs (default: {folder})"
     add("--output-dir", type=Path, default=folder, help=about)
 
 

@@ -71,7 +71,7 @@ _OTHER_SERVER = "server"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags. Every length is in tokens."""
-    add_run_flags(parser, NAME, "server", ARMS, installed())
+    add_run_flags(parser, NAME, "server", ARMS, (installed(), "all that are installed"))
     add = parser.add_argument
     about = "a shape with a name; lmi: the one of which AWS publishes numbers"
     add("--preset", choices=PRESETS, help=about)

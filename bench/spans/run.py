@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags. Every length is in tokens."""
-    add_run_flags(parser, NAME, "vLLM with kvtier", {arm.name: arm for arm in RUN})
-    parser.set_defaults(arms=None)  # what suits
+    arms = {arm.name: arm for arm in RUN}
+    add_run_flags(parser, NAME, "vLLM with kvtier", arms, (None, "what suits"))
     add = parser.add_argument
     about = "train a toy (once, some minutes) and ask it what it knows; sizes are its own"
     add("--toy", action="store_true", help=about)
