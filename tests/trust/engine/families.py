@@ -351,7 +351,8 @@ def table(told: Sequence[Verdict]) -> Iterator[str]:
     for (verdict, specs, _), names in sorted(
         rows.items(), key=lambda row: (_ORDER[row[0][0]], row)
     ):
-        listed = "-" if verdict == "not made" else ", ".join(names)
+        counted = verdict == "not made" or (specs == "`FullAttentionSpec`" and verdict == "served")
+        listed = "-" if counted else ", ".join(names)
         yield f"| {specs} | {verdict} | {len(names)} | {listed} |"
 
 
