@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
+from kvtier.core.steps import AT_ONCE, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.order import LRU, PolicyOf
@@ -149,7 +150,7 @@ class Cache:
         run, directory, self._now = request.run, self.directory, now
         self._counts["requests"] += request.about is None
         self._counts["asked"] += len(run)
-        directory.used(run)
+        _last_first(directory.used, run, 4 * AT_ONCE)
         held = self._load(run)
         self._asked += self._of(len(run))
         self._saved += self._of(len(held))
@@ -189,12 +190,12 @@ class Cache:
 
     def _save(self, run: Sequence[ChunkKey]) -> None:
         directory = self.directory
-        directory.ordered(run)
+        _last_first(directory.ordered, run)
         absent = directory.absent(run)
         new = directory.reserve_run(absent, frozenset(run))
         self._counts["refused"] += len(absent) - len(new)
         directory.filled(new)
-        directory.ordered(run)
+        _last_first(directory.ordered, run)
         for tier in self._tiers:
             if not tier.on_evict:
                 self._spill(new, tier)
@@ -245,6 +246,14 @@ class Cache:
             self._asked,
             self._saved,
         )
+
+
+def _last_first(
+    note: Callable[[Sequence[ChunkKey]], object], run: Sequence[ChunkKey], size: int = AT_ONCE
+) -> None:
+    """In the pieces in which a Store tells its index of a run."""
+    for part in reversed(list(pieces(run, size))):
+        note(part)
 
 
 def simulate(
