@@ -442,7 +442,7 @@ def test_a_right_that_is_missing_is_said_at_the_start(server: RedisServer, missi
 
 RIGHTS = [
     *("+set", "+get", "+getrange", "+exists", "+unlink", "+sadd", "+srem", "+pexpire"),
-    *("+scan", "+info", "+object|idletime"),
+    *("+scan", "+info", "+object|idletime", "+srandmember"),
 ]
 
 
