@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.extensions.mooncake.client import MooncakeStore
-from kvtier.extensions.mooncake.tier import MooncakeTier
+from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
 from kvtier.tiers.away.object_layout import ObjectForm
 from tests.child_process import ChildProcess
 from tests.clock import Clock

@@ -41,7 +41,7 @@ from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 from kvtier.tiers.nvme.disks import SIZE_FOLDERS
-from kvtier.tiers.nvme.section import NvmeSection
+from kvtier.tiers.nvme.parts import NvmeSection
 
 logger = logging.getLogger("kvtier.server")
 

@@ -22,7 +22,7 @@ from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.places import RAM, REMOTE
 from kvtier.core.terminal import exact_size
-from kvtier.tiers.nvme.section import NvmeSection
+from kvtier.tiers.nvme.parts import NvmeSection
 from kvtier.tiers.registry import TIERS, configured, refuse
 from kvtier.tiers.seam import About, ConfigSection, TierSection, key
 

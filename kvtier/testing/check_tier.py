@@ -11,8 +11,7 @@ from threading import Event
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
-from kvtier.tiers.base import Tier
-from kvtier.tiers.forwarding import ForwardingTier
+from kvtier.tiers.base import ForwardingTier, Tier
 
 Make = Callable[[], Tier]
 Runs = Sequence[Sequence[ChunkKey]]

@@ -36,8 +36,7 @@ from cryptography.hazmat.primitives.cmac import CMAC
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.tenant import UNOWNED
-from kvtier.tiers.base import Tier
-from kvtier.tiers.forwarding import ForwardingTier
+from kvtier.tiers.base import ForwardingTier, Tier
 
 _LOG = logging.getLogger(__name__)
 KEY_BYTES = 32

@@ -12,8 +12,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
-from kvtier.extensions.mooncake.client import MooncakeStore
-from kvtier.extensions.mooncake.tier import MooncakeTier
+from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
 from kvtier.testing import check_tier
 from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, header
 from kvtier.tiers.sealed import SealedTier, sealed_bytes

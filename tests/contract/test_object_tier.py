@@ -18,8 +18,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import StateError, TierError
 from kvtier.extensions.objects.bucket import Bucket
-from kvtier.extensions.objects.plan import probe
-from kvtier.extensions.objects.section import ObjectSection
+from kvtier.extensions.objects.parts import ObjectSection, probe
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.started import Started
 from kvtier.store.store import Store

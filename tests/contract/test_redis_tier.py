@@ -388,8 +388,8 @@ def test_it_needs_no_package_of_redis(server: RedisServer) -> None:
 import sys
 sys.modules["redis"] = sys.modules["hiredis"] = None
 from kvtier.assemble import assemble
-from kvtier.tiers.redis.plan import probe
-from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.parts import probe
+from kvtier.tiers.redis.parts import RedisSection
 from kvtier.core.chunk import ChunkLayout
 from kvtier.config.keys import Config
 from kvtier.started import Started

@@ -24,9 +24,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
 from kvtier.started import Started
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES
-from kvtier.tiers.redis.parts import findings
-from kvtier.tiers.redis.plan import Redis, probe
-from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.parts import Redis, RedisSection, findings, probe
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock

@@ -17,8 +17,7 @@ from redis.credentials import UsernamePasswordCredentialProvider
 
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.tiers.redis.connections import provided_logins
-from kvtier.tiers.redis.parts import away
-from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.parts import RedisSection, away
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S

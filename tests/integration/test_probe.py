@@ -27,8 +27,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from kvtier.tiers.nvme import disks as disk_probe
 from kvtier.tiers.nvme.disks import probe_disk, probe_disks
-from kvtier.tiers.redis.plan import Redis, probe
-from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.parts import Redis, RedisSection, probe
 from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted

@@ -17,7 +17,7 @@ from kvtier.autoconfig.plan import make_plan
 from kvtier.config.keys import KEYS
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.tiers.nvme.disks import RAM_FILESYSTEMS, Disk
-from kvtier.tiers.redis.plan import Redis
+from kvtier.tiers.redis.parts import Redis
 
 GIB = 1 << 30
 

@@ -20,9 +20,8 @@ from xxhash import xxh3_64_intdigest
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.away.object_layout import HEADER_BYTES, room
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import ForwardingTier, Tier
 from kvtier.tiers.breaker import Breaker
-from kvtier.tiers.forwarding import ForwardingTier
 from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
 from tests.trust.scheduler import Process, Time, ViolationError, World
 

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from kvtier.core.terminal import size_text
 from kvtier.extensions.mooncake import url
-from kvtier.extensions.mooncake.section import MooncakeSection
+from kvtier.extensions.mooncake import url as rules
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.seam import Draft, Opened, Opening, TierFacts, Trial, reached, then_tried
+from kvtier.tiers.seam import (
+    Draft,
+    Opened,
+    Opening,
+    TierFacts,
+    TierSection,
+    Trial,
+    key,
+    reached,
+    then_tried,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeSection(TierSection):
+    name = "mooncake"
+    title = "Mooncake"
+    latency_s = 0.003
+    medium = "P2P"
+    modules = ("mooncake",)
+    lmcache: ClassVar[Mapping[str, str]] = {
+        "mooncakestore": "kvtier's Mooncake tier is mooncake.url, such as "
+        "KVTIER_MOONCAKE_URL='mooncake://master:50051?bytes=64GiB'"
+    }
+
+    url: str | None = key(
+        "url",
+        "Mooncake's store, shared by hosts: mooncake://master:port?bytes=64GiB; none: no such tier",
+        url=rules,
+    )
+
 
 SECTION = MooncakeSection
 _CALLS = 4
@@ -18,8 +50,7 @@ _CALLS = 4
 
 
 def open(own: MooncakeSection, around: Opening) -> Opened:
-    from kvtier.extensions.mooncake.client import MooncakeStore
-    from kvtier.extensions.mooncake.tier import MooncakeTier
+    from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
     from kvtier.tiers.away.object_layout import ObjectForm
 
     assert own.url is not None
@@ -28,7 +59,7 @@ def open(own: MooncakeSection, around: Opening) -> Opened:
 
 
 def away(own: MooncakeSection) -> str:
-    from kvtier.extensions.mooncake.client import MooncakeError, MooncakeStore
+    from kvtier.extensions.mooncake.tier import MooncakeError, MooncakeStore
 
     assert own.url is not None
     with closing(MooncakeStore(own.url, 1, 1)) as store:

@@ -10,14 +10,183 @@ asking, many chunks at once.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.extensions.mooncake.client import MooncakeStore
-from kvtier.tiers.away.object_layout import ObjectForm
+from kvtier.core.deadline import Deadline, reach
+from kvtier.core.errors import TierError
+from kvtier.core.processes import chosen, environment
+from kvtier.extensions.mooncake.url import MooncakeUrl, parse
+from kvtier.tiers.away.library_process import (
+    Ask,
+    HopelessError,
+    Library,
+    LibraryError,
+    LibraryProcess,
+    copied,
+)
+from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
 from kvtier.tiers.away.whole_objects import WholeObjectTier
+
+MooncakeError = LibraryError
+"""A call that failed, in words."""
+
+_CHILD = str(Path(__file__).with_name("child.py"))
+_CONNECT_S = 2.0
+_ANSWER_S = 5.0
+_SLOWEST = 8 << 20
+"""Bytes a second. A call that is slower has failed."""
+_SLOWEST_LENT = 1 << 30
+"""Bytes a second of the memory that is lent: it may have to be made ready for RDMA."""
+_LOCAL_BUFFER = 1 << 20
+"""For Mooncake itself. Chunks lie in the memory that is shared."""
+
+_GONE = (-703, -704, -712)
+"""Not complete, not there, no longer there."""
+_OTHER_LENGTH = -600
+_FULL = -200
+_WORDS = {
+    -101: "no host lends memory to the pool",
+    -707: "the transfer took longer than the pool keeps what is read",
+    -800: "the host that has the chunk, or is to take it, does not answer",
+    -900: "the master does not answer",
+    -901: "the master does not answer in time",
+}
+
+_VARIABLES = (
+    *("MC_*", "MOONCAKE_*", "WITH_NVIDIA_PEERMEM", "GLOG_*", "IBV_*", "RDMAV_*", "MLX4_*"),
+    *("MLX5_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ASCEND_*", "SSL_CERT_*"),
+)
+"""Variables that Mooncake, its transports and their drivers read."""
+
+
+class MooncakeStore:
+    """Objects in Mooncake's pool.
+
+    Args:
+        url: where its master is.
+        chunk_bytes: the largest chunk. A call may take as long as one needs at 8 MiB/s, and five
+            seconds more.
+        calls: at once. Each has memory for one chunk.
+        python: runs Mooncake's client. It has the library.
+
+    Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until there
+    is an answer or time is over, and raises MooncakeError.
+    """
+
+    faults: tuple[type[Exception], ...] = (MooncakeError,)
+
+    def __init__(
+        self, url: str, chunk_bytes: int, calls: int, python: str = sys.executable
+    ) -> None:
+        self.url = parse(url)
+        self.label = self.url.label
+        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST
+        begin_s = _ANSWER_S + self.url.segment // _SLOWEST_LENT
+        library = Library("Mooncake", _CHILD, python, self._setup, begin_s)
+        self._process = LibraryProcess(
+            library, room(chunk_bytes), calls, limit_s, chosen(environment(), *_VARIABLES)
+        )
+
+    def _setup(self) -> list[object]:
+        """Raises MooncakeError where no master listens."""
+        url, own = self.url, _own_address(self.url)
+        setup = [url.own_host or own, url.metadata, url.segment, _LOCAL_BUFFER]
+        return [*setup, url.protocol, url.device, url.master]
+
+    def greet(self, folder: str = "") -> None:
+        """Start, and ask the master once. Raises MooncakeError when it is away, TierError for what
+        only the operator can mend."""
+        try:
+            self.has([f"{folder}/trial"])
+        except HopelessError as error:
+            raise TierError(f"{self.label}: {error}") from None
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
+        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.put`."""
+        length = 0
+        with self._process.seat() as (ask, room_):
+            for part in parts:
+                length = copied(part, room_, length)
+            (code,) = self._asked(ask, "put", [name], length)
+        if code == _FULL:
+            return 0
+        _check(code)
+        return length
+
+    def fetch(self, name: str, into: memoryview) -> bytes | None:
+        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.fetch`."""
+        head = b""
+        with self._process.seat() as (ask, room_):
+            (length,) = self._asked(ask, "get", [name])
+            if length == room(into.nbytes):
+                copied(room_[HEADER_BYTES:length], into)
+                head = bytes(room_[:HEADER_BYTES])
+        if length in _GONE:
+            return None
+        if length != _OTHER_LENGTH:
+            _check(length)
+        return head
+
+    def has(self, names: Sequence[str]) -> int:
+        """Number of leading ``names`` that are there."""
+        with self._process.seat() as (ask, _):
+            codes = self._asked(ask, "has", names)
+        held = next((index for index, code in enumerate(codes) if code != 1), len(codes))
+        if held < len(codes):
+            _check(codes[held])
+        return held
+
+    def delete(self, names: Sequence[str]) -> int:
+        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.delete`."""
+        with self._process.seat() as (ask, _):
+            codes = self._asked(ask, "delete", names)
+        for code in codes:
+            if code not in _GONE:
+                _check(code)
+        return len(names)
+
+    def told(self, error: Exception) -> str:
+        return str(error)
+
+    def close(self) -> None:
+        """No call may come after it."""
+        self._process.close()
+
+    def _asked(self, ask: Ask, what: str, names: Sequence[str], *more: int) -> list[int]:
+        """One code for each name. Raises MooncakeError for anything else that the library
+        answers."""
+        answer = ask(what, list(names), *more)
+        if (
+            not isinstance(answer, list)
+            or len(answer) != len(names)
+            or not all(type(code) is int for code in answer)
+        ):
+            raise MooncakeError("Mooncake's library gives an answer that makes no sense")
+        return answer
+
+
+def _check(code: int) -> None:
+    if code < 0:
+        raise MooncakeError(_WORDS.get(code, f"Mooncake's error {code}"))
+
+
+def _own_address(url: MooncakeUrl) -> str:
+    """The address from which this host reaches the master. Raises MooncakeError where the
+    port is closed: Mooncake's client would try for minutes."""
+    try:
+        with reach(url.host.strip("[]"), url.port, Deadline(_CONNECT_S)) as probe:
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        reason = error.strerror or "no answer in time"
+        raise MooncakeError(
+            f"no master listens at {url.host}:{url.port} ({reason}); start mooncake_master, or "
+            "correct mooncake_url"
+        ) from None
 
 
 class MooncakeTier(WholeObjectTier[MooncakeStore]):

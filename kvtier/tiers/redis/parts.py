@@ -2,16 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, rate, unknown
 from kvtier.core.terminal import size_text
 from kvtier.tiers.finding import Finding
-from kvtier.tiers.redis.plan import Redis, plan, probe
-from kvtier.tiers.redis.section import RedisSection
-from kvtier.tiers.redis.url import safe
-from kvtier.tiers.seam import Opened, Opening, Trial, then_tried
+from kvtier.tiers.redis import url as rules
+from kvtier.tiers.redis.url import parse, safe
+from kvtier.tiers.seam import (
+    NO_URL,
+    Draft,
+    Opened,
+    Opening,
+    TierFacts,
+    TierSection,
+    Trial,
+    key,
+    then_tried,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedisSection(TierSection):
+    name = "redis"
+    title = "Redis"
+    latency_s = 0.002
+    medium = "P2P"
+    removed: ClassVar[Mapping[str, str]] = {
+        "threads": "there are four connections",
+        "prefix": "every Redis key begins with 'kvtier'; namespace keeps tenants apart",
+    }
+
+    url: str | None = key(
+        "url",
+        "Redis, a cluster or Sentinel, shared by hosts; none: no such tier",
+        url=rules,
+        planned="given",
+        flag="Redis for the shared tier",
+    )
+    credential_provider: str | None = key(
+        "object",
+        "dotted path of what gives user and password at each login, as redis-py's; none: redis.url",
+        needs="url",
+    )
+    bytes_: int | None = key(
+        "bytes",
+        "our share of its memory; none: what its maxmemory allows",
+        needs="url",
+        planned="measured",
+    )
+    ttl_s: int | None = key(
+        "s", "chunks leave Redis after this time; none: when kvtier needs the room", needs="url"
+    )
+
+
+_MIB = 1 << 20
+_BLOCK = 4 * _MIB
+_KEEP_FREE = 8
+"""A trial takes at most this part (1/8) of the free room."""
+_SHARE = 0.9
+"""The part of what Redis has left. The rest is its own overhead and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redis(TierFacts):
+    url: str
+    reachable: Fact[bool] = UNSEEN
+    maxmemory: Fact[int] = UNSEEN
+    """0 = Redis has no limit."""
+    used: Fact[int] = UNSEEN
+    policy: Fact[str] = UNSEEN
+    local: bool = False
+    speed: Fact[float] = UNSEEN
+    """The slower of SET and GET of large values."""
+    credential_provider: str | None = None
+    away: bool = False
+    """True when Redis does not answer now, and waiting may mend that."""
+
+    @property
+    def host_bytes(self) -> int | None:
+        if not self.local or not self.maxmemory.value:
+            return None
+        return max(0, self.maxmemory.value - (self.used.value or 0))
+
+    def measured(self, seconds: float) -> Redis:
+        return replace(self, speed=_speed(self, seconds)) if self.reachable.value else self
+
+
+def probe(own: RedisSection) -> Redis:
+    """One INFO of every node, with at most a second to connect and one to answer. Memory is that of
+    all primaries together. Raises ConfigError for text that is not a Redis URL, without showing
+    it."""
+    from kvtier.tiers.redis.errors import FAULTS
+    from kvtier.tiers.redis.servers import RedisServers
+    from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts, wrong_kind
+
+    assert own.url is not None
+    url = own.url
+    servers = RedisServers(url, credential_provider=own.credential_provider, connections=1)
+    redis = Redis(url, local=parse(url).local, credential_provider=own.credential_provider)
+    away = False
+    try:
+        facts = node_facts(servers)
+        wrong = wrong_kind(servers, facts)
+    except FAULTS as error:
+        away = (wrong := hopeless(error)) is None
+        wrong = wrong or str(error)
+    finally:
+        servers.close()
+    if wrong is not None:
+        return replace(redis, reachable=known(False, wrong), away=away)
+    source = f"INFO of {servers.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
+    used = [fact.used for fact in facts if fact.used is not None]
+    limit = limit_of(facts)
+    policies = {fact.policy for fact in facts if fact.policy is not None}
+    untold = f"{source} does not tell it"
+    return replace(
+        redis,
+        reachable=known(True, source),
+        maxmemory=unknown(untold) if limit is None else known(limit, source),
+        used=known(sum(used), source) if len(used) == len(facts) else unknown(untold),
+        policy=known(" and ".join(sorted(policies)), source) if policies else unknown(untold),
+    )
+
+
+def _speed(redis: Redis, seconds: float) -> Fact[float]:
+    """The slower of SET and GET of 4 MiB values, under one name that expires by itself."""
+    from kvtier.tiers.redis.errors import FAULTS, RefusedError, WrongSizeError
+    from kvtier.tiers.redis.servers import RedisServers
+
+    room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
+    if room < _KEEP_FREE * _BLOCK:
+        return unknown("Redis is too full to try")
+    name, value = f"kvtier:probe:{os.getpid()}".encode(), memoryview(bytearray(os.urandom(_BLOCK)))
+    servers = RedisServers(
+        redis.url,
+        credential_provider=redis.credential_provider,
+        connections=1,
+        timeout_s=max(0.2, seconds),
+    )
+
+    def put(_: int) -> int:
+        with servers.wire(name) as wire:
+            refusal = wire.put([(name, value)], 60_000)
+        if refusal is not None:
+            raise refusal
+        return _BLOCK
+
+    def get(_: int) -> int:
+        with servers.wire(name) as wire:
+            return sum(memory.nbytes for memory in wire.get([name], [value]))
+
+    try:
+        rates = [rate(one, seconds / 2, 64) for one in (put, get)]
+        with servers.wire(name) as wire:
+            wire.ask([("UNLINK", name)])
+    except (*FAULTS, RefusedError, WrongSizeError) as error:
+        return unknown(f"Redis trial failed: {error}")
+    finally:
+        servers.close()
+    return known(min(rates), "measured, one connection, 4 MiB values")
+
+
+def plan(redis: Redis | None, draft: Draft) -> None:
+    if redis is None:
+        return draft.leave_out(NO_URL)
+    if redis.away:
+        reason = f"away now ({redis.reachable.source}): its room is 0 until it says how much it has"
+        return draft.set("redis_url", redis.url, "given", reason)
+    if not redis.reachable.value:
+        return draft.leave_out(f"cannot be used ({redis.reachable.source})")
+    if not redis.maxmemory.value:
+        text = "it has no maxmemory"
+        if redis.maxmemory.value is None:
+            text = f"its maxmemory is unknown ({redis.maxmemory.source})"
+        return draft.leave_out(f"{text}, so no size is safe: set maxmemory, or redis_bytes by hand")
+    used = draft.take(
+        "redis_used_bytes", redis.used, redis.maxmemory.value // 2, "assumed half full"
+    )
+    size = int(max(0, redis.maxmemory.value - used) * _SHARE) // draft.stores
+    size -= size % _MIB
+    if short := draft.too_small(size):
+        return draft.leave_out(
+            f"{short} ({size_text(used)} of {size_text(redis.maxmemory.value)} used)"
+        )
+    if not draft.pays(or_assumed(redis.speed, 0.8e9, "Redis")):
+        return None
+    if "random" in (redis.policy.value or ""):
+        draft.warn(
+            f"Redis policy {redis.policy.value} evicts at random: set noeviction, kvtier evicts"
+        )
+    draft.set("redis_url", redis.url, "given", redis.reachable.source)
+    draft.set(
+        "redis_bytes",
+        size,
+        redis.maxmemory.source,
+        f"0.9 of what is left; {size // draft.kv_bytes:,} tokens",
+    )
+    return None
+
 
 __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 

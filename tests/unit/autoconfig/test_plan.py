@@ -16,10 +16,10 @@ from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Servi
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.core.fact import Fact, known, unknown
-from kvtier.extensions.objects.plan import ObjectStore
+from kvtier.extensions.objects.parts import ObjectStore
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.tiers.nvme.disks import Disk
-from kvtier.tiers.redis.plan import Redis
+from kvtier.tiers.redis.parts import Redis
 
 GIB = 1 << 30
 MODELS: dict[str, dict[str, Any]] = json.loads(

@@ -11,10 +11,10 @@ from kvtier.cli import serve
 from kvtier.config.keys import Config
 from kvtier.core.errors import TierError
 from kvtier.extensions.objects import parts
-from kvtier.extensions.objects.section import ObjectSection
+from kvtier.extensions.objects.parts import ObjectSection
 from kvtier.started import Started
 from kvtier.store.store import Store
-from kvtier.tiers.nvme.section import NvmeSection
+from kvtier.tiers.nvme.parts import NvmeSection
 from kvtier.tiers.seam import Opened, Opening
 from tests.nvme_place import room
 

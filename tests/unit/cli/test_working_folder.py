@@ -15,9 +15,8 @@ import pytest
 
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.core import processes
-from kvtier.extensions.mooncake.client import MooncakeStore
-from kvtier.extensions.objects.bucket import Bucket
-from kvtier.extensions.objects.environment import library_environment
+from kvtier.extensions.mooncake.tier import MooncakeStore
+from kvtier.extensions.objects.bucket import Bucket, library_environment
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.server_process import short_folder

@@ -18,7 +18,7 @@ import pytest
 from kvtier.client.connect import Address, _connect_tcp
 from kvtier.core.deadline import Deadline, exchange, reach
 from kvtier.extensions import zmtp
-from kvtier.extensions.mooncake.client import _own_address
+from kvtier.extensions.mooncake.tier import _own_address
 from kvtier.extensions.mooncake.url import parse as mooncake_url
 from kvtier.tiers.redis.connections import ConnectionFactory
 from kvtier.tiers.redis.url import Login, parse

@@ -26,7 +26,7 @@ from kvtier.config.load import filled, load
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import exact_size, parse_size
-from kvtier.tiers.nvme.section import default_bytes
+from kvtier.tiers.nvme.parts import default_bytes
 
 GIB = 2**30
 LMI_EXAMPLE = """\

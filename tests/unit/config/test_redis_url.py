@@ -22,9 +22,7 @@ from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.fact import known
 from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.parts import findings
-from kvtier.tiers.redis.plan import Redis, probe
-from kvtier.tiers.redis.section import RedisSection
+from kvtier.tiers.redis.parts import Redis, RedisSection, findings, probe
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.redis.url import MOST_SEEDS, Login, Tls, parse

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.extensions.mooncake.client import MooncakeStore
-from kvtier.extensions.mooncake.tier import MooncakeTier
+from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
 from kvtier.tiers.away.object_layout import ObjectForm
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
