@@ -129,6 +129,17 @@ def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) 
     assert other.first_needed(position) == theirs.get_num_skipped_tokens(position)
 
 
+def test_a_state_is_the_one_at_the_end_of_the_hit() -> None:
+    geometry = groups.Geometry((full(), state(1), state(2)), 32)
+    run = geometry.run(keys(4, 32), 0, 96)
+    assert [
+        (piece.group.number, piece.number) for piece in geometry.pieces(run) if piece.group.number
+    ] == [
+        (1, 2),
+        (2, 2),
+    ]
+
+
 TAILS = some.builds(
     lambda reach, block: groups.Group(1, groups.Kind.TAIL, block, reach),
     some.integers(2, 64),
