@@ -107,7 +107,6 @@ class MooncakeStore:
             raise TierError(f"{self.label}: {error}") from None
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.put`."""
         length = 0
         with self._process.seat() as (ask, room_):
             for part in parts:
@@ -119,7 +118,6 @@ class MooncakeStore:
         return length
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.fetch`."""
         head = b""
         with self._process.seat() as (ask, room_):
             (length,) = self._asked(ask, "get", [name])
@@ -142,7 +140,6 @@ class MooncakeStore:
         return held
 
     def delete(self, names: Sequence[str]) -> int:
-        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.delete`."""
         with self._process.seat() as (ask, _):
             codes = self._asked(ask, "delete", names)
         for code in codes:

@@ -217,7 +217,6 @@ class Bucket:
             return None if whole is None else memoryview(bytes(memory[: length if whole else 0]))
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """See :meth:`~kvtier.tiers.away.whole_objects.WholeObjects.fetch`."""
         length = room(into.nbytes)
         with self._library.seat() as (ask, memory):
             whole = ask("get", name, length)

@@ -103,7 +103,6 @@ class AwayTier(Tier):
 
     @property
     def is_apart(self) -> bool:
-        """See :attr:`Tier.is_apart`."""
         return self._apart
 
     @property

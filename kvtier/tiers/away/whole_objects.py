@@ -119,7 +119,6 @@ class WholeObjectTier(AwayTier, Generic[S]):
             raise
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """See :meth:`Tier.close`."""
         super().close(coldest_first)
         self._store.close()
 
@@ -170,7 +169,6 @@ class WholeObjectTier(AwayTier, Generic[S]):
         return False
 
     def may_read(self, key: ChunkKey) -> bool:
-        """See :meth:`Tier.may_read`."""
         return self._breaker.reserves()
 
     def _put(self, name: str, parts: Sequence[bytes | memoryview], owner: int) -> int:

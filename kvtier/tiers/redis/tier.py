@@ -162,19 +162,16 @@ class RedisTier(AwayTier):
 
     @property
     def is_apart(self) -> bool:
-        """See :attr:`Tier.is_apart`."""
         return self._upkeep.apart
 
     @property
     def trouble(self) -> str:
-        """See :attr:`Tier.trouble`."""
         if not self.capacity:
             return f"redis: no chunk is kept there until its room is known: {self._unsized}"
         return "redis takes no writes now (the log says why)" * self._health.full
 
     @property
     def nodes_away(self) -> Sequence[str]:
-        """See :attr:`Tier.nodes_away`."""
         return self._health.away
 
     def recovered(self) -> Sequence[ChunkKey]:
@@ -196,7 +193,6 @@ class RedisTier(AwayTier):
         return self._newest(census.stamps)
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """See :meth:`Tier.owners`."""
         headers = [
             header for run in pieces(keys, ASKED_AT_ONCE) for header in self._of_headers("GET", run)
         ]
