@@ -8,8 +8,6 @@ from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.server_process import at_rest, attached, run, save
 
-RAM_CHUNKS = 32
-
 
 def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:
     with administered() as server, attached(server.access(namespace="tenant")) as client:

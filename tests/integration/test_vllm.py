@@ -31,7 +31,6 @@ from tests.nvme_place import flip
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600
 DOCUMENT_HIT = 512
 CHUNK = 64

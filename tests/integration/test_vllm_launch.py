@@ -25,7 +25,6 @@ from tests.integration.scenarios import ARGUMENTS, document
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("nothing_set")]
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 MEMORY = 8 * GIB
 DISK = 6 * GIB

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 CHUNK = 128
 CHUNKS = 12
 HIT = CHUNKS * CHUNK
-START_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +34,9 @@ def bucket() -> Iterator[S3Server]:
 def readmes_export() -> str:
     """The line by which the page gives an engine a bucket."""
     (line,) = re.findall(
-        r"^export KVTIER_OBJECT_URL=s3://.*$", read("deploy/TIERS.md"), re.MULTILINE
+        r"^export KVTIER_OBJECT_URL=s3://.*$", (ROOT / "deploy/TIERS.md").read_text(), re.MULTILINE
     )
     return str(line).partition("#")[0].strip()
-
-
-def read(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
 
 
 class Host(Launched):
