@@ -95,6 +95,18 @@ def test_what_left_one_place_after_another_is_withdrawn_from_both(bench: Bench) 
     assert hear(session) == [Change(RAM, keys[0], False), Change(NVME, keys[0], False)]
 
 
+def test_a_save_that_is_given_up_leaves_what_lies_below_told(bench: Bench) -> None:
+    session, keys = bench.session(), LAYOUT.keys([1])
+    save(session, keys)
+    bench.lane.run()
+    with bench.store.save(LAYOUT.keys([2, 3, 4, 5, 6, 7, 8, 9])) as lease:
+        lease.commit()
+    hear(session)
+    save(session, keys, commit=False)
+    bench.store.invalidate(keys)
+    assert hear(session) == [Change(NVME, keys[0], False)]
+
+
 def test_what_is_not_committed_is_not_told(bench: Bench) -> None:
     session, (key,) = bench.session(), LAYOUT.keys([1])
     save(session, [key], commit=False)
