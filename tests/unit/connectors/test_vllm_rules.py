@@ -43,6 +43,13 @@ def test_answers_are_kept_once_their_tokens_are_computed(core: Core) -> None:
     assert core.hit(core.request("three", [*PROMPT[: 2 * CHUNK - 2], 7, 8, 7])) == CHUNK
 
 
+def test_answers_are_not_kept_where_the_configuration_says_so(core: Core) -> None:
+    core.connector._scheduler._duty = core.connector._scheduler._duty._replace(save_decode=False)
+    core.add(core.request("one", PROMPT[: 2 * CHUNK - 2], max_tokens=5))
+    core.run("one")
+    assert core.hit(core.request("two", [*PROMPT[: 2 * CHUNK - 2], 7, 7, 7])) == CHUNK
+
+
 def test_drafts_are_not_kept(core: Core) -> None:
     """A step computes drafts beyond the tokens that are known: no key can hold them."""
     core.add(core.request("one", PROMPT[: 2 * CHUNK - 2], max_tokens=9))
