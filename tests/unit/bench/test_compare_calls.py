@@ -86,7 +86,7 @@ def test_each_half_writes_its_steps_and_what_an_entry_calls_of_another_is_counte
     connector.save_kv_layer("1")
     assert connector.take_events() == ()
     worker, scheduler = steps(tmp_path)
-    assert (worker.calls.keys(), worker.calls["wait_for_save"]) == (
+    assert ({*worker.calls}, worker.calls["wait_for_save"]) == (
         {"wait_for_save", "clear_connector_metadata"},
         3.0,
     )

@@ -110,8 +110,8 @@ OLDER = (
 
 
 def test_hits_are_read_by_tier_and_summed_over_engines() -> None:
-    places = (("0", "device", "128.0"), ("1", "device", "64.0"), ("0", "host", "1.024e+03"))
-    places += (("0", "disk", "512.0"), ("0", "p2p", "256.0"))
+    places = [("0", "device", "128.0"), ("1", "device", "64.0"), ("0", "host", "1.024e+03")]
+    places += [("0", "disk", "512.0"), ("0", "p2p", "256.0")]
     lines = [f'{BY_SOURCE}{{engine="{one}",source="{at}"}} {n}\n' for one, at, n in places]
     told = {"gpu": 192, "ram": 1024, "nvme": 512, "redis": 256}
     assert parse_hits("".join(lines) + OLDER) == told
@@ -307,7 +307,7 @@ def test_a_colour_of_the_picture_means_one_source(
     pyplot = pytest.importorskip("matplotlib.pyplot")
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
-    sources = ({}, {"ram": 90}, {"ram": 45, "nvme": 45}, None)
+    sources: tuple[Any, ...] = ({}, {"ram": 90}, {"ram": 45, "nvme": 45}, None)
     shown = [Summary("a", [4.0], 4.6, 9, 100, 10, 0, hits, None) for hits in sources]
     draw(tmp_path, shown, "what was asked")
     (legend,) = kept[0].legends

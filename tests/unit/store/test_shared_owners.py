@@ -133,7 +133,7 @@ def test_objects_of_before_are_served_and_only_the_operator_drops_them(opened):
 
 
 def test_an_answer_about_owners_that_is_none_is_nobodys(opened):
-    bucket = MemoryBucket(opened.medium)  # type: ignore[attr-defined]
+    bucket = MemoryBucket(opened.medium)
     for owner in (1 << 127, 1, ACME):
         bucket.put("one", [b"x"], owner)
         assert bucket.owner("one") == owner

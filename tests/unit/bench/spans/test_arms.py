@@ -138,7 +138,7 @@ def results(reused: list[int], known: dict[tuple[int, int], Known] | None = None
     """Two rounds of one request. ``reused``: what the arm with the stable order answers first."""
     full = [[outcome(0, 0, 1.0, [1, 2])], [outcome(0, 1, 3.0, [3, 4])]]
     stable = [[outcome(0, 0, 0.5, reused, 40)], [outcome(0, 1, 0.7, [8, 9], 80)]]
-    orders = {
+    orders: Any = {
         "given": answers([one for each in full for one in each]),
         "stable": {(0, 0): told(1, 7), (1, 0): told(8, 9)},
     }
