@@ -397,7 +397,7 @@ def usual_pairs() -> str:
 
 
 _PARTS = (
-    *("index", "copy", "nvme", "sealed", "redis", "server", "policy", "throttled"),
+    *("index", "copy", "nvme", "sealed", "redis", "server", "step", "policy", "throttled"),
     "in_parts",
 )
 """Results that the table of the parts has rows of."""
