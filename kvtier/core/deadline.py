@@ -50,8 +50,7 @@ class Deadline:
         return left
 
     def receive(self, sock: socket.socket, into: memoryview) -> int:
-        """As ``recv_into``. Raises OSError, and ConnectionResetError when the other side has
-        closed."""
+        """As ``recv_into``. ConnectionResetError when the other side has closed."""
         sock.settimeout(self.left())
         count = sock.recv_into(into)
         if not count:

@@ -44,8 +44,7 @@ def require(extra: str, modules: Sequence[str] | None = None) -> None:
 
 
 def explained(error: ModuleNotFoundError) -> str | None:
-    """Advice about an import that failed. None when the module belongs to no extra: then its
-    absence is a bug."""
+    """Advice about a failed import. None when the module belongs to no extra, which is a bug."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:

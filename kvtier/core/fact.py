@@ -27,12 +27,10 @@ def unknown(reason: str) -> Fact[Any]:
 
 
 def least(*facts: Fact[int]) -> Fact[int] | None:
-    """The smallest of the facts that are known."""
     return min((fact for fact in facts if fact.value is not None), key=number, default=None)
 
 
 def number(fact: Fact[int]) -> int:
-    """Its value. 0 where that is not known."""
     return fact.value or 0
 
 

@@ -23,7 +23,6 @@ class Executor(Protocol):
     works only when it is told to."""
 
     threads: int
-    """Jobs at once."""
     failures: int
     """Jobs that raised: a bug in a tier. It is logged and never fatal."""
 
@@ -36,17 +35,14 @@ class Executor(Protocol):
         """No job waits or runs."""
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
-        """Queue ``work`` if there is room. Urgent work goes first. False: it was refused and will
-        never run."""
+        """Queue ``work``, urgent work first. False: there was no room, and it will never run."""
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work, run what is queued for up to ``timeout_s``, and stop. False: some of the
-        work was dropped or hangs."""
+        """Refuse new work, and finish the rest within ``timeout_s``. False: some was not done."""
 
 
 class Lane:
-    """``threads`` daemon threads that serve two bounded queues. Daemon threads do not keep the
-    process alive when a tier hangs."""
+    """Daemon threads for two queues: they do not keep the process alive when a tier hangs."""
 
     def __init__(self, name: str, threads: int, *, urgent_bound: int, bound: int) -> None:
         self.name = name

@@ -19,16 +19,13 @@ class Asker(NamedTuple):
     again: bool = False
     """True when the request has asked before: this is no new prompt."""
     request: int = 0
-    """Its number among the requests of this engine: :class:`Ended` will follow. 0: no
-    Ended will say how it ended."""
+    """Number by which :class:`Ended` will name the request. 0: no Ended follows."""
     owner: int = 0
     """The tenant and model that it is of, on a server: :mod:`kvtier.core.tenant`."""
 
 
 ANONYMOUS = Asker()
-"""A request of which nothing is known."""
 Stop = Literal["stop", "length", "abort", "error", "repetition", "other"]
-"""Why an answer ended."""
 STOPS: tuple[Stop, ...] = get_args(Stop)
 
 
@@ -42,8 +39,7 @@ class Ended(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How much of a run is there, in chunks: ``ready`` now, and ``coming`` after those if nothing
-    fails."""
+    """Chunks of a run: ``ready`` now, and ``coming`` after those if nothing fails."""
 
     ready: int
     coming: int
@@ -61,12 +57,9 @@ class Asking(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """How much of a run can be served, and when."""
-
     steps: Sequence[tuple[int, float | None]]
-    """``(chunks, seconds)``: so many leading chunks are in RAM so many seconds after they are
-    claimed. None: unknown. The first step is what is there now, in 0 seconds. The last step is all
-    that is known of the run."""
+    """``(leading chunks, seconds from claiming them until they are in RAM)``. None: unknown. The
+    first step is what is there now, in 0 seconds, and the last all that is known of the run."""
     asking: Asking | None = None
     why: str = ""
     """The reason why the run goes no further: see :mod:`kvtier.store.reports.miss_reasons`. "": all
@@ -110,4 +103,3 @@ class Served(NamedTuple):
 
 
 NO_LOOKUP = LookupResult([(0, 0.0)])
-"""Nothing of the run is there, or no answer came."""

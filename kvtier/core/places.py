@@ -7,7 +7,6 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 
 RAM = "ram"
-"""The name of RAM. A tier has its own."""
 REMOTE = "remote"
 """The name of a server on another host."""
 RAM_PLACE = 0

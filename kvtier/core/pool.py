@@ -80,8 +80,7 @@ class Pool:
                 ) from error
             undo.pop_all()
         self.reserved = in_reserved_pages(fd)
-        """True when the pool lies in pages that the host's owner reserved: all there, and not given
-        back before it is closed."""
+        """All of it is in reserved huge pages, which are not given back before it is closed."""
         self.witness_path: str | None = None
         """Where another process of the same user can open the witness of a server's pool for
         writing, while this one holds it. None for a pool without a witness."""
@@ -106,13 +105,11 @@ class Pool:
 
     @property
     def path(self) -> str:
-        """The path by which another process of the same user can map the region, while this process
-        lives."""
+        """Path by which another process of this user can map the region, while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
     def buffer(self) -> memoryview:
-        """All slots, as writable memory."""
         return self._view
 
     def view(self, slot: int) -> memoryview:
@@ -120,37 +117,32 @@ class Pool:
         return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def populate(self, first: int, count: int) -> None:
-        """Allocate and map the pages of ``count`` slots from ``first`` on, as huge pages where that
-        is possible. A first save into absent pages runs at a tenth of the speed. Slots are handed
-        out from 0 on. It releases the GIL. Best effort: before Linux 5.14 pages are allocated at
-        the first touch."""
+        """Map the pages of ``count`` slots, huge ones where possible: a first save into absent
+        pages runs at a tenth of the speed. Releases the GIL. Best effort: before Linux 5.14 pages
+        are allocated at the first touch."""
         memory = self._map
         if memory is not None:
             self._huge.fill(memory, first * self.slot_bytes, (first + count) * self.slot_bytes)
 
     def in_huge_pages(self, part: memoryview) -> bool:
-        """Whether ``part`` is memory of this pool that lies wholly in huge pages made by
-        :meth:`populate`."""
+        """Whether ``part`` lies wholly in huge pages that :meth:`populate` made."""
         return self._huge.hold(part)
 
     @property
     def huge_bytes(self) -> int:
-        """The bytes of the region that lie in huge pages now."""
         return self._huge.held_bytes
 
     def give_back(self, slot: int) -> None:
         """Return a slot's memory to the host. It reads as zeros from then on. A page that a device
-        has locked returns when the device unlocks it. Best effort. It does nothing with reserved
-        huge pages: touching such a page again, when none is free any more, would end the
-        process."""
+        has locked returns when it is unlocked. Best effort. No effect with reserved huge pages:
+        touching one again, when none is free any more, would end the process."""
         if not self.reserved:
             begin, end = slot * self.slot_bytes, (slot + 1) * self.slot_bytes
             self._huge.split(begin, end)
             self._advise(begin, end, _MADV_REMOVE)
 
     def take_renewed(self) -> list[int]:
-        """Slots that have got other memory since the last call, as far as this process was told.
-        None of its own pool ever do."""
+        """Slots that have got other memory since the last call. None of an own pool ever do."""
         return []
 
     def touch(self, slot: int, begin: int, end: int) -> None:
@@ -166,15 +158,13 @@ class Pool:
             advise(memory, begin, end, advice)
 
     def close(self) -> None:
-        """Unmap the region. While views of it exist, the memory stays mapped, and the last view
-        unmaps it. No effect the second time."""
+        """Unmap the region with the last view of it. No effect the second time."""
         self._view.release()
         self._map = None
         self._closer()
 
 
 def _region_bytes(slots: int, slot_bytes: int) -> int:
-    """The bytes of all slots. Raises ConfigError for impossible sizes."""
     if slots < 1 or slot_bytes < 1 or slot_bytes % PAGE_BYTES:
         raise ConfigError(
             f"pool of {slots} slots of {slot_bytes} bytes: expected >= 1 slot of whole 4 KiB pages"

@@ -59,12 +59,10 @@ def without_settings(env: Mapping[str, str], *but: str) -> dict[str, str]:
 def run(
     command: Sequence[str], env: Mapping[str, str], **more: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """As :func:`subprocess.run`."""
     return subprocess.run(command, env=isolated(env), **more)  # noqa: PLW1510 - the caller says it
 
 
 def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
-    """As :class:`subprocess.Popen`."""
     return subprocess.Popen(command, env=isolated(env), **more)
 
 

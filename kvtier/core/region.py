@@ -40,8 +40,7 @@ those who count memory tell them apart."""
 # linux/mman.h, Linux 5.14 and 6.1. Python's mmap module does not name them.
 _POPULATE_WRITE, _COLLAPSE = 23, 25
 _REFUSED_AT_MOST = 8
-"""After so many refused pieces in a row the kernel is not asked to merge any more, because each
-attempt searches for memory."""
+"""Refusals in a row after which the kernel is not asked any more: each attempt searches memory."""
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # linux/mman.h
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -60,8 +59,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def make_region(size: int) -> int:
-    """A memfd of ``size`` bytes whose size cannot be changed. Raises TierError when the memory
-    cannot be had."""
+    """A memfd of a fixed size. Raises TierError when the memory cannot be had."""
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -78,9 +76,8 @@ def make_region(size: int) -> int:
 
 
 def make_reserved_region(size: int) -> int | None:
-    """A sealed memfd of reserved huge pages, all of them allocated, rounded up to whole pages. None
-    where the host has too few free pages or does not permit their use. It takes a second for some
-    10 GiB, which the kernel clears."""
+    """A sealed memfd of reserved huge pages, all allocated. None where too few are free or their
+    use is not permitted. The kernel clears some 10 GiB a second."""
     try:
         fd = os.memfd_create(
             _RESERVED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB
@@ -100,12 +97,10 @@ def make_reserved_region(size: int) -> int | None:
 
 
 def in_reserved_pages(fd: int) -> bool:
-    """Whether a memfd is of the reserved kind. Raises OSError."""
     return os.fstatvfs(fd).f_bsize >= HUGE_BYTES
 
 
 def expected_bytes(fd: int, size: int) -> int:
-    """The bytes that a region for ``size`` bytes takes in ``fd``'s kind of memory."""
     return _whole(size) if in_reserved_pages(fd) else size
 
 
@@ -141,8 +136,7 @@ def advise(memory: Memory, begin: int, end: int, advice: int) -> bool:
 
 
 class HugePages:
-    """Knows which 2 MiB pieces of a mapping lie in huge pages, and makes such pieces. Any thread
-    may ask. One thread fills."""
+    """2 MiB pieces of a mapping that lie in huge pages. Any thread may ask. One thread fills."""
 
     def __init__(self, memory: Memory, *, reserved: bool) -> None:
         self._base, self._size = ctypes.addressof(memory), ctypes.sizeof(memory)
@@ -185,7 +179,6 @@ class HugePages:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of the mapping that lie in huge pages now."""
         return min(self._size, sum(self._whole) * HUGE_BYTES)
 
 

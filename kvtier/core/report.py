@@ -11,8 +11,7 @@ import msgspec
 
 FIRST_BIT, PLACES = 10, 26
 BOUNDS = tuple(2**bit / 1e9 for bit in range(FIRST_BIT, FIRST_BIT + PLACES))
-"""Upper bounds of a histogram's buckets in seconds, from 1 microsecond to 34 s. Longer durations
-are in one more bucket after them."""
+"""Upper bounds of buckets in seconds, 1 microsecond to 34 s. One more bucket has what is longer."""
 
 
 class LaneStatus(msgspec.Struct, frozen=True):
@@ -45,7 +44,6 @@ class TierStatus(msgspec.Struct, frozen=True):
     over_budget: int
     """Chunks not written because the tier may not write so much in a day."""
     evicted: int
-    """Chunks that left to make room."""
     evicted_unread: int
     """Chunks written and deleted without ever having been read: wear of the device for nothing."""
     failed: int
@@ -59,8 +57,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     lifetime_bytes: int
     """NVMe: what was written in the life of the folder, this start included. Else 0."""
     drive_writes_per_day: float
-    """NVMe: how often the capacity was written in a day, on average since the start. A first day
-    that is not over counts as a whole one. Else 0."""
+    """NVMe: average of the capacities written a day, the first day as a whole one. Else 0."""
     open_breakers: int
     """Nodes of a networked tier that are not asked now because they failed."""
     breaker_trips: int
@@ -72,8 +69,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     """The part of the asked chunks that an LRU of another size would have hit, by its size as a
     multiple of this one. Empty before anything is asked for."""
     what_if_error: float
-    """The largest standard error of these, where only a part of the sessions is followed. Else
-    0."""
+    """Largest standard error of ``what_if``, where only some sessions are followed. Else 0."""
 
 
 class TimingStatus(msgspec.Struct, frozen=True):
@@ -84,8 +80,7 @@ class TimingStatus(msgspec.Struct, frozen=True):
     tier: str
     """Empty where it belongs to no tier."""
     counts: list[int]
-    """By bucket, not cumulated. Bucket i is up to 2 ** (10 + i) nanoseconds. The last one is all
-    above."""
+    """Not cumulated. Bucket i is up to 2 ** (10 + i) nanoseconds. The last one is all above."""
     seconds: list[float]
     """The sum of the durations by bucket."""
 
@@ -116,7 +111,7 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     back at more than an early one. It is the engine's model where that is known, and one of 8
     billion parameters on a server."""
     saved_compute: int
-    """That of those that were hits."""
+    """``asked_compute`` of the tokens that were hits."""
     loads_refused: int
     """Chunks that a lower tier held but for which RAM had no free slot."""
     promotions_refused: int
@@ -124,24 +119,20 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     declined: dict[str, int]
     """Chunks that could be had but were computed, by reason. Mostly because that was faster."""
     missed: dict[str, int]
-    """Chunks that loads named and could not have, by reason: see
-    :mod:`kvtier.store.reports.miss_reasons`. Only engines know salt, adapter,
-    media and unnamed."""
+    """Chunks that loads named and could not have, by reason, see
+    :mod:`kvtier.store.reports.miss_reasons`. Only engines know salt, adapter, media and unnamed."""
     zero_hits: str
     """Why no asked chunk has been a hit for a long time, in words. Empty while all is well."""
     policy: str
     """The setting of RAM's eviction order that is in use now."""
     policy_asked: int
-    """Chunks that were tried with each setting. ``policy_hits`` counts how many each would have
-    hit."""
+    """Chunks tried with each setting. ``policy_hits`` counts how many each would have hit."""
     policy_hits: dict[str, int]
     policy_saved: dict[str, int]
-    """Compute that those hits would have saved, in chunks at a prompt's beginning. By this the
-    settings are compared."""
+    """Compute that those hits would have saved, in chunks at a prompt's beginning."""
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]
-    """How long lookups, loads, waits before loads, saves, promotions and spills took."""
     audit_mismatches: int
     """Audited chunks that had other bytes: bad memory or a bug. They are dropped everywhere."""
     tiers: list[TierStatus]
@@ -151,8 +142,6 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     recorded: int = 0
     """Prompts and hints that the process has recorded, of all chunk sizes."""
     unrecorded: int = 0
-    """Prompts that could not be recorded: the queue was full, or the folder could not be
-    written."""
+    """Prompts not recorded: the queue was full, or the folder could not be written."""
     models: list[str] = []
-    """Models whose engines came last, by the last part of their name: at most 4. Known to a
-    server."""
+    """A server's: the last part of the names of the 4 models whose engines came last."""

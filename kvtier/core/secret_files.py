@@ -31,10 +31,9 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
     """A descriptor (``O_PATH``) of ``folder``. ``make``: make missing folders, see
     :func:`make_folder`.
 
-    It goes from one open folder to the next, so no other user can exchange a part of the path in
-    the meantime. A symbolic link on the path must belong to root or to this user, because anybody
-    else's link could lead into any folder. Raises OSError.
-    """
+    Each folder is opened from the one above it, so no other user can exchange a part of the path in
+    the meantime. A symbolic link on the path must belong to root or to this user, because another's
+    could lead into any folder. Raises OSError."""
     here, ahead, links = -1, list(reversed(folder.absolute().parts)), 0
     try:
         while ahead:
@@ -58,8 +57,7 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
 
 
 def _enter(here: int, name: str, *, make: bool) -> int:
-    """A descriptor of ``name`` in the folder ``here``. A symbolic link is not followed. For "/" any
-    ``here`` will do."""
+    """A symbolic link is not followed. For "/" any ``here`` will do."""
     try:
         return os.open(name, _STEP, dir_fd=here)
     except FileNotFoundError:
@@ -71,9 +69,8 @@ def _enter(here: int, name: str, *, make: bool) -> int:
 
 
 def _target(found: int, links: int) -> Path | None:
-    """Where a symbolic link leads, or None when ``found`` is not a link. ``links``: how many links
-    were followed before. Raises OSError, with ``found`` closed, for another user's link and for too
-    many links."""
+    """Target of the symbolic link ``found``, after ``links`` others. None: it is no link. Raises
+    OSError, with ``found`` closed, for another user's link and for too many."""
     state = os.fstat(found)
     if not stat.S_ISLNK(state.st_mode):
         return None
@@ -109,13 +106,11 @@ def refuse_shared_folder(folder: Path) -> None:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket: the one that connected, or the one that began to
-    listen."""
+    """The user who connected to a Unix socket, or who began to listen at it."""
     return _peer(sock)[1]
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process that connected to a Unix socket."""
     return _peer(sock)[0]
 
 

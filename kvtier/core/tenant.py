@@ -16,7 +16,6 @@ from __future__ import annotations
 from hashlib import sha256
 
 UNOWNED = 0
-"""The owner of a chunk that has none."""
 OWNER_BYTES = 16
 _HALF = 64
 _DOMAIN = b"kvtier/owner/1\0"

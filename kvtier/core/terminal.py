@@ -42,8 +42,7 @@ def printable(text: str) -> str:
 
 
 def width() -> int | None:
-    """The columns of the terminal that is standard output. None for a file or a pipe, whose lines
-    are never wrapped."""
+    """Columns of the terminal that is standard output. None for a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

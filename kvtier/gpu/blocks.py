@@ -64,8 +64,7 @@ class HostCopier:
 
 
 def plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Array | None]:
-    """``(block in chunk, block id, count)`` of each run of consecutive ids, and all ids when the
-    runs are short."""
+    """``(block in chunk, block id, count)`` of each run of ids, and all ids when runs are short."""
     runs, start = [], 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:

@@ -125,8 +125,7 @@ class KernelRows:
         )
 
     def _try_out(self) -> None:
-        """Move rows of one tile in both directions: in blocks of two tiles, inside two chunks of
-        one block."""
+        """Move rows of one tile both ways: in blocks of two tiles, in two chunks of one block."""
         size = self._tile * self._item
         blocks = (torch.arange(4 * size, device=self._device) % 251).to(torch.uint8)
         before, staged = (

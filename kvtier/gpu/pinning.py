@@ -154,10 +154,9 @@ class Pinning:
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         rest: Callable[[float], object] = time.sleep,
     ) -> None:
-        """``device``: None: the calling thread's. ``runtime``: stands for
-        ``torch.cuda.cudart()``. ``lane``: None: one of its own. ``piece_bytes``: most bytes in
-        one registration. ``capturing``: whether the calling thread captures a CUDA graph now.
-        ``rest``: sleeps for some seconds."""
+        """``device`` None: the calling thread's. ``runtime`` stands for ``torch.cuda.cudart()``.
+        ``piece_bytes``: most bytes in one registration. ``capturing``: whether the calling thread
+        captures a CUDA graph now. ``rest`` takes seconds."""
         self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
         self._lane = Lane("pinning", 1, urgent_bound=1, bound=16) if lane is None else lane

@@ -100,8 +100,7 @@ def _unsupported(layer: str, cache: torch.Tensor, num_blocks: int, why: str) -> 
 
 
 def merged(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``[regions, num_blocks, row_bytes]`` views: one for each series of equal regions at equal
-    distances."""
+    """``[regions, num_blocks, row_bytes]`` views of series of equal regions at equal distances."""
     groups: list[list[torch.Tensor]] = []
     for tensor in rows:
         if groups and _continues(groups[-1], tensor):

@@ -45,7 +45,6 @@ MakeRows = Callable[[Sequence[torch.Tensor], int], Rows]
 
 
 def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
-    """The best :class:`Rows` for the device."""
     if groups[0].is_cuda:
         try:
             from kvtier.gpu.kernel import KernelRows
@@ -62,8 +61,6 @@ def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
 
 
 class TorchRows:
-    """``index_select`` and ``index_copy_``, with one call for each chunk and group."""
-
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
         self._groups, self._blocks_per_chunk = groups, blocks_per_chunk
         self.launches = 0
@@ -79,8 +76,7 @@ class TorchRows:
     def _parts(
         self, batch: StagingBatch, table: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each chunk and group: regions of the piece, their rows as they are staged, and
-        block ids."""
+        """By chunk and group: regions of the piece, their rows as staged, and block ids."""
         parts, at = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]](), batch.start
         for place, first, count in batch.chunks:
             ids, begin, region = table[0, at : at + count], 0, 0

@@ -14,8 +14,7 @@ Job = tuple[torch.Tensor, int, Sequence[int]]
 
 
 def slot_tensor(view: memoryview) -> torch.Tensor:
-    """Without a copy. The tensor keeps the mapping alive. Raises StateError for a read-only
-    view."""
+    """A view as a tensor, which keeps the mapping alive. Raises StateError for a read-only one."""
     if view.readonly:
         raise StateError("slot view is read-only; expected a writable view of the pool")
     return torch.frombuffer(view, dtype=torch.uint8)

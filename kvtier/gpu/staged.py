@@ -167,7 +167,6 @@ class StagedCopier:
     def _plan(
         self, jobs: Sequence[Job], ring: Ring
     ) -> tuple[list[tuple[StagingBatch, list[torch.Tensor]]], _Table]:
-        """For each launch its batch and parts of slots, and the table of all launches."""
         counts = [len(blocks) for _, _, blocks in jobs]
         batches, bases, start = list[tuple[StagingBatch, list[torch.Tensor]]](), list[int](), 0
         for number, piece in enumerate(self.budget.pieces):
@@ -195,7 +194,7 @@ class StagedCopier:
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """When a call fails half-way, wait for what it has queued: others may use its slots and
+        """A call that fails half-way waits for what it has queued: others may use its slots and
         blocks after that."""
         try:
             yield

@@ -32,8 +32,7 @@ _FEWEST_PLACES = 4
 
 @dataclass(frozen=True, slots=True)
 class StagingSegment:
-    """Regions ``first`` to ``end`` of a chunk: ``size`` bytes from ``start`` of a rank's part of
-    a slot."""
+    """Regions ``first`` to ``end`` of a chunk: bytes from ``start`` of a rank's part of a slot."""
 
     first: int
     end: int
@@ -44,7 +43,6 @@ class StagingSegment:
 @dataclass(frozen=True, slots=True)
 class Budget:
     pieces: tuple[StagingSegment, ...]
-    """The pieces of a chunk, in the slot's order."""
     place_bytes: int
     saving: int
     loading: int

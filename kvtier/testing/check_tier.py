@@ -54,8 +54,7 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
 
 
 def content(key: ChunkKey, chunk_bytes: int) -> memoryview:
-    """The chunk of a key, unlike every other key's, in a read-only buffer that is not page-
-    aligned."""
+    """The chunk of a key, unlike every other key's, in a read-only buffer not page-aligned."""
     return memoryview(shake_128(key).digest(chunk_bytes))
 
 
@@ -208,8 +207,7 @@ def _check_owners(tier: _Checked, runs: Runs) -> None:
 
 
 def _check_capacity(tier: _Checked, _: Runs) -> None:
-    """All of ``capacity`` is there, and a delete frees its room at once (checked for small
-    tiers)."""
+    """All of ``capacity`` is there, and a delete frees its room at once. For small tiers."""
     if tier.capacity <= _MOST_FILLED:
         first, *others, last = _keys(7, tier.capacity + 1)
         tier.put(first, *others)
@@ -219,8 +217,6 @@ def _check_capacity(tier: _Checked, _: Runs) -> None:
 
 
 def _check_threads(tier: _Checked, runs: Runs) -> None:
-    """Several threads, each with keys of its own."""
-
     def lane(keys: Sequence[ChunkKey]) -> None:
         for turn in range(16):
             key = keys[turn % 2]
