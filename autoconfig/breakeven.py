@@ -32,8 +32,7 @@ _USABLE_PEAK = 0.5
 
 
 class GpuKind(NamedTuple):
-    """Spec-sheet numbers: dense 16-bit matrix operations a second, host link (pinned, typical),
-    memory."""
+    """From spec sheets: dense 16-bit matrix operations a second, host link (pinned), memory."""
 
     flops: float
     link: float
@@ -83,13 +82,11 @@ GPU_KINDS = {
 }
 """Of one family the smallest first: that is what a product name without a size is taken for."""
 CPU_CORE_FLOPS = 0.4e12
-"""Peak of one server core with 16-bit matrix instructions. Half of it was measured on an EPYC with
-AVX-512 BF16."""
+"""Peak of one core with 16-bit matrix instructions. An EPYC with AVX-512 BF16 reached half."""
 
 
 def gpu_kind(name: str) -> GpuKind | None:
-    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB". None when it is not in
-    the table."""
+    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB", or None."""
     words = set(name.upper().replace("-", " ").split())
     named = [kind for kind in GPU_KINDS if words.issuperset(kind.split("-"))]
     family = [kind for kind in GPU_KINDS if kind.split("-")[0] in words]
@@ -100,7 +97,7 @@ def gpu_kind(name: str) -> GpuKind | None:
 def estimated_prefill(
     active_parameters: int, attention_flops: int, peak_flops: float
 ) -> PrefillTime:
-    """Before anything was measured: 2 operations a parameter and token at half of the peak.
+    """Estimate before a measurement: 2 operations a parameter and token at half of the peak.
     ``attention_flops``: of a prompt, for each square of its tokens."""
     usable = peak_flops * _USABLE_PEAK
     return PrefillTime(2 * active_parameters / usable, 2 * attention_flops / usable)
@@ -113,8 +110,7 @@ def break_even(
     prefill: PrefillTime,
     longest: int,
 ) -> int | None:
-    """Fewest tokens from which a hit in a tier of this speed beats computing them. None when not
-    even ``longest`` tokens do."""
+    """Fewest tokens (up to ``longest``) from which hits beat computing. None: they never do."""
     gain = prefill.per_token - bytes_per_token / bytes_per_second
     root = math.sqrt(gain * gain + 2 * prefill.per_depth * latency)
     if gain > 0:  # the stable form of the quadratic's positive root
@@ -127,12 +123,10 @@ def break_even(
 
 
 def gpu_kv_bytes(gpus: int, bytes_each: int, weight_bytes: int) -> int:
-    """Memory that ``gpus`` GPUs with one copy of the weights leave for the engine's own KV cache. 0
-    when nothing."""
+    """Memory that GPUs with one copy of the weights leave for the engine's own KV cache."""
     usable = int(gpus * (bytes_each * GPU_UTILIZATION - GPU_OVERHEAD_BYTES))
     return max(0, usable - weight_bytes)
 
 
 def offload_from(upper_bytes: int, bytes_per_token: int) -> int:
-    """Working set in tokens from which the tier below one of ``upper_bytes`` has anything to do."""
     return upper_bytes // max(1, bytes_per_token)

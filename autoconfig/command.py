@@ -37,7 +37,7 @@ def size(text: str) -> int:
 
 
 def speed(text: str) -> int:
-    """Parse ``--disk-speed``: bytes a second."""
+    """Bytes a second of ``--disk-speed``."""
     try:
         return parse_size(text.removesuffix("/s"))
     except ValueError:
@@ -115,8 +115,7 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Returns 0, or 1 when kvtier would stay off. Raises ConfigError for a wrong
-    model or option."""
+    """Returns 0, or 1 when kvtier would stay off. Raises ConfigError for wrong input."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
     if args.yaml:
@@ -192,7 +191,6 @@ def _recorded(path: str | None, form: str | None) -> SizingTrace | None:
 
 
 def _sizing() -> Any:
-    """The reader of recorded requests, which stands above this module, and is found by name."""
     return import_module("kvtier.bench.traces.sizing")
 
 

@@ -29,8 +29,8 @@ class Row:
 
 @dataclass(slots=True)
 class Plan:
-    """``settings`` are config keys. ``derived`` is what led to them. ``left_out`` has pairs of tier
-    and reason. ``prefill`` is how fast the engine is assumed to be until it has computed."""
+    """``settings`` are config keys, which ``derived`` led to. ``left_out``: tiers with reasons.
+    ``prefill``: the assumed speed of the engine until it has computed."""
 
     settings: list[Row] = field(default_factory=list)
     derived: list[Row] = field(default_factory=list)
@@ -39,8 +39,7 @@ class Plan:
     prefill: PrefillTime = field(default=PrefillTime(0.0))
 
     def values(self) -> dict[str, Value]:
-        """The values for kvtier's config. Without ``ram_bytes`` kvtier must stay off: see
-        ``left_out``."""
+        """Values for kvtier's config. Without ``ram_bytes`` kvtier must stay off."""
         return {row.key: row.value for row in self.settings}
 
     def set(self, key: str, value: Value, source: str, reason: str) -> None:
@@ -61,8 +60,7 @@ class Plan:
 
 
 class Load(NamedTuple):
-    """Load of one store: KV to keep and to move: one store's bytes a token, and what computing
-    costs instead."""
+    """One store's KV to keep and to move, in bytes a token, and what computing costs instead."""
 
     kv_bytes: int
     long_tokens: int
@@ -82,8 +80,8 @@ class Load(NamedTuple):
 def break_even_row(
     tier: str, speed: Fact[float], load: Load, draft: Plan, latency: float | None = None
 ) -> Row | None:
-    """The row with the length from which the tier is faster than computing. Without such a length
-    the tier is left out. ``latency``: seconds until the first byte. None: what is usual."""
+    """The row with the length from which the tier beats computing. Without one the tier is left
+    out. ``latency``: seconds until the first byte. None: the usual ones."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
     usual = TIERS[name].section.latency_s if name in TIERS else _RAM_LATENCY
@@ -110,8 +108,7 @@ def break_even_row(
 def pays(
     tier: str, speed: Fact[float], load: Load, draft: Plan, latency: float | None = None
 ) -> bool:
-    """Whether hits in the tier are ever faster than computing. The draft shows from which length
-    on, or why not."""
+    """Whether hits in the tier are ever faster than computing. The draft shows when, or why not."""
     row = break_even_row(tier, speed, load, draft, latency)
     if row is not None:
         draft.derived.append(row)

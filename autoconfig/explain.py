@@ -16,8 +16,7 @@ from kvtier.tiers.seam import NO_URL, Value
 
 
 def value_text(key: str, value: Value) -> str:
-    """``225485783040`` of ``ram_bytes`` -> ``210 GiB``. Counts get commas between thousands. A URL
-    is shown without its password."""
+    """``225485783040`` of ``ram_bytes`` -> ``210 GiB``. A URL is shown without its password."""
     if isinstance(value, str):
         return str(masked(value))
     if key.endswith("bytes_per_second"):
@@ -67,8 +66,7 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
 
 
 def summary(plan: Plan, used: Config) -> str:
-    """Summary of the plan that is used, which of the wanted tiers it left out and why, and whether
-    CPU and GPU share one memory, in one line."""
+    """One line: the plan that is used, wanted tiers that it left out and why, and shared memory."""
     sizes = ", ".join(
         f"{row.key} {value_text(row.key, row.value)}"
         + (f" ({row.reason})" if row.reason.startswith(_YOURS) else "")
@@ -83,8 +81,8 @@ def summary(plan: Plan, used: Config) -> str:
 
 
 def configuration_text(config: Config, chunk_tokens: int | None = None) -> str:
-    """The keys that differ from their defaults, in one line, each with its source. Passwords are
-    masked. ``chunk_tokens``: an engine's, which is told in any case."""
+    """Keys that differ from their defaults, in one line with sources. Passwords are masked.
+    ``chunk_tokens``: an engine's, which is told in any case."""
     told = settings_text(config) or "nothing set"
     if chunk_tokens is not None and f"chunk_tokens={chunk_tokens} " not in told:
         grown = "" if chunk_tokens == config.engine.chunk_tokens else ", in whole blocks"

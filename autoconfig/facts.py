@@ -27,15 +27,13 @@ class Memory:
     available: Fact[int] = UNSEEN
     """Memory that the kernel could give without swapping (MemAvailable)."""
     cgroup_headroom: Fact[int] = UNSEEN
-    """The tightest limit less use, over all cgroups up to the top. Reclaimable file cache does not
-    count as use. UNLIMITED without a limit."""
+    """The tightest limit less use, over all cgroups up to the top. UNLIMITED without a limit.
+    Reclaimable file cache does not count as use."""
     cgroup_limit: Fact[int] = UNSEEN
-    """The tightest limit, over all cgroups up to the top, beyond which the kernel kills. UNLIMITED
-    without one."""
+    """The tightest limit of all cgroups beyond which the kernel kills. UNLIMITED without one."""
     shm: Fact[int] = UNSEEN
     reserved: Fact[int] = UNSEEN
-    """Huge pages of 2 MiB that the host's owner set apart (vm.nr_hugepages) and that no process has
-    or was promised. They are not in ``available``."""
+    """Free and unpromised huge pages of 2 MiB (vm.nr_hugepages), which are not in ``available``."""
     makes_huge: Fact[bool] = UNSEEN
     """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
     memlock: Fact[int] = UNSEEN
@@ -89,22 +87,17 @@ class Serving:
     kv_cache_tokens: Fact[int] = UNSEEN
     """Tokens in one replica's own KV cache: in GPU memory, or in host RAM on the CPU backend."""
     started: Fact[bool] = UNSEEN
-    """The weights are loaded. On the CPU backend the available RAM does not include them any
-    more."""
+    """The weights are loaded. On the CPU backend available RAM is what is left beside them."""
 
 
 class CountedRequests(Protocol):
-    """Requests as they were recorded, by number."""
-
     requests: int
     asked: int
-    """Blocks that the requests ask for."""
     unique: int
 
 
 class SizingTrace(Protocol):
-    """Recorded requests that a plan sizes tiers for, such as
-    :class:`kvtier.bench.traces.sizing.Recorded`, which the plan need not import."""
+    """Requests that a plan sizes tiers for: :class:`kvtier.bench.traces.sizing.Recorded`."""
 
     @property
     def name(self) -> str: ...

@@ -26,12 +26,8 @@ _KEEP_FREE = 8
 
 
 def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
-    """``facts`` with the speeds that could be measured. A failure is an unknown fact with its
-    reason.
-
-    Every trial stops when its share of ``seconds`` is used up. Only an operation that has begun (4
-    MiB) may take longer.
-    """
+    """``facts`` with measured speeds. A failure is an unknown fact with its reason. A trial stops
+    when its share of ``seconds`` is used up, but for the operation (4 MiB) that has begun."""
     copy = _copy_speed(seconds * 0.1)
     worth = [disk for disk in facts.disks if _can_time(disk)]
     share = seconds * 0.5 / max(1, len(worth))

@@ -20,8 +20,7 @@ from kvtier.tiers.nvme.proc import ROOT, text_of
 logger = logging.getLogger("kvtier")
 
 INDEX_BYTES = 400
-"""Memory for one chunk besides its slot (``python -m
-kvtier.bench.micro.index``)."""
+"""Memory for one chunk besides its slot (``python -m kvtier.bench.micro.index``)."""
 
 
 class RamBudget(NamedTuple):
@@ -38,12 +37,11 @@ class RamBudget(NamedTuple):
         return self.limit is None or size + self.own <= number(self.limit)
 
     def now(self, size: int) -> bool:
-        """Whether there is room for them now."""
         return self.free is None or size <= number(self.free)
 
 
 def ram_room(root: Path = ROOT) -> RamBudget:
-    """The room at this moment. ``root``: where /proc and /sys are."""
+    """``root``: where /proc and /sys are."""
     memory = probe_memory(root)
     limit = least(memory.cgroup_limit, memory.total)
     free = least(memory.available, memory.cgroup_headroom)
@@ -51,8 +49,7 @@ def ram_room(root: Path = ROOT) -> RamBudget:
 
 
 def in_reserved_pages(ram_bytes: int, root: Path = ROOT) -> bool:
-    """Whether free reserved huge pages can hold all of it. An engine's own pool takes such pages,
-    which no other program can have."""
+    """Whether free reserved huge pages, which only an engine's own pool takes, hold all of it."""
     return ram_bytes <= (probe_memory(root).reserved.value or 0)
 
 
@@ -64,16 +61,13 @@ def require_ram(
     lent: bool = False,
     root: Path = ROOT,
 ) -> None:
-    """Raise ConfigError when this process can never have ``ram_bytes``. Log a warning when it
-    cannot have them now.
-
-    Nothing is checked when reserved huge pages can hold all of it.
+    """Raise ConfigError when this process can never have ``ram_bytes``, and log a warning when it
+    cannot now. Nothing is checked when reserved huge pages can hold all of it.
 
     Args:
-        ram_bytes: the size of the RAM tier.
         slot_bytes: the size of a slot, for the index. None: not known yet.
         source: who decided ``ram_bytes``.
-        lent: it is a server's RAM, which never lies in reserved huge pages.
+        lent: a server's RAM never lies in reserved huge pages.
         root: where /proc and /sys are.
     """
     if not lent and in_reserved_pages(ram_bytes, root):

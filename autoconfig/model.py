@@ -52,8 +52,7 @@ _DEFAULTS: dict[str, HfConfig] = {
 
 
 def usual(why: str) -> Model:
-    """The model to plan for where none is known, which is ``why``. What a plan assumes by itself
-    stays unknown."""
+    """The model to plan for where none is known, for the reason ``why``."""
     source = "usual for models of 8 billion parameters"
     return replace(
         Model(*[unknown(why)] * 8),
@@ -63,8 +62,7 @@ def usual(why: str) -> Model:
 
 
 class KVShape(NamedTuple):
-    """The shape of one token's KV, one copy. ``layers`` are those that keep KV. ``global_layers``
-    are those that see the whole context."""
+    """The shape of one token's KV, one copy. ``global_layers`` see the whole context."""
 
     layers: int
     global_layers: int
@@ -81,8 +79,7 @@ class KVShape(NamedTuple):
 
 
 def text_config(config: HfConfig) -> HfConfig:
-    """The language model's part of a (possibly multimodal) config, with the dtype inherited and the
-    family's defaults filled in."""
+    """The language model's part of a config, with the inherited dtype and the family's defaults."""
     inner: HfConfig = config
     for name in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(name), Mapping):
@@ -107,7 +104,6 @@ def _need(config: HfConfig, *names: str) -> int:
 
 
 def _heads(config: HfConfig) -> tuple[int, int]:
-    """(attention heads, head dim)."""
     heads = _need(config, "num_attention_heads", "n_head")
     return heads, int(config.get("head_dim") or _need(config, *_HIDDEN) // heads)
 
@@ -171,11 +167,8 @@ def kv_shape(config: HfConfig, kv_dtype: str = "auto") -> KVShape:
 
 
 def parameters(config: HfConfig) -> tuple[int, int]:
-    """(all, active for one token), by the usual formula for decoders. Norms and biases are left out
-    (less than 0.1 %).
-
-    Raises ConfigError for models whose layers are not of one kind.
-    """
+    """(all, active for one token), by the usual formula for decoders, without norms and biases
+    (less than 0.1 %). Raises ConfigError for models whose layers are not of one kind."""
     config = text_config(config)
     if not all("attention" in kind and "linear" not in kind for kind in _layer_kinds(config)):
         raise ConfigError(
@@ -220,8 +213,7 @@ def _weight_item_bytes(config: HfConfig) -> float:
 def describe(
     config: HfConfig, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None
 ) -> Model:
-    """Facts of a model for :mod:`.plan`. ``weight_bytes``: given when the operator
-    looked at the files."""
+    """Facts of a model for :mod:`.plan`. ``weight_bytes``: of the files, where they were found."""
     shape, text = kv_shape(config, kv_dtype), text_config(config)
     source = f"config.json, KV dtype {kv_dtype}"
     heads, head_dim = _heads(text)

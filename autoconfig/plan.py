@@ -50,7 +50,7 @@ _HALF = "; half of what is free: --trace says what more would bring"
 
 
 def make_plan(facts: Facts) -> Plan:
-    """The whole decision. It never raises for missing facts, and never sets a size of 0."""
+    """Never raises for missing facts, and never sets a size of 0."""
     draft = Plan()
     load = _load(facts, draft)
     ram_bytes = _plan_ram(facts, load, draft)
@@ -149,8 +149,7 @@ def _link(facts: Facts, ranks: int, draft: Plan) -> float:
 
 
 def _available(facts: Facts, draft: Plan) -> Fact[int]:
-    """RAM that is free for kvtier: what the machine or the cgroup leaves, whichever is less, minus
-    what stores of tiers on this host may still take."""
+    """RAM that the machine and the cgroup leave, minus what stores of tiers here may still take."""
     memory = facts.memory
     free = least(memory.available, memory.cgroup_headroom)
     if free is None:
@@ -173,8 +172,7 @@ def _available(facts: Facts, draft: Plan) -> Fact[int]:
 
 
 def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
-    """RAM left to others, as LMI does it, but as a part of what the cgroup leaves, and for every
-    engine."""
+    """RAM left to others as in LMI, but as a part of what the cgroup leaves, for every engine."""
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
     fifth = available // 5
     if weights.value is None:
@@ -247,7 +245,6 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
 
 
 def _recorded_ram(trace: SizingTrace | None, most: int, load: Load, draft: Plan) -> tuple[int, str]:
-    """The part of ``most`` bytes that the trace needs in RAM, and why."""
     if trace is None:
         return most, ""
     curve, kv, knee = trace.curve, load.kv_bytes, trace.knee(load.kv_bytes)
@@ -297,8 +294,7 @@ def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Plan) -> No
 
 
 def _locked(facts: Facts, share: int, draft: Plan) -> tuple[int, str]:
-    """Cut ``share`` to RLIMIT_MEMLOCK where pinning it for a GPU is charged to that limit, or may
-    be."""
+    """Cut ``share`` to RLIMIT_MEMLOCK where pinning for a GPU is, or may be, charged to it."""
     gpus, limit = facts.gpus, facts.memory.memlock
     if gpus.count.value == 0 or limit.value is None or limit.value >= UNLIMITED:
         return share, ""
@@ -315,8 +311,7 @@ def _locked(facts: Facts, share: int, draft: Plan) -> tuple[int, str]:
 
 
 def _show_chunk(facts: Facts, load: Load, draft: Plan) -> None:
-    """The size of a chunk is no part of a plan: engines that share chunks must agree on it, whether
-    they plan or not."""
+    """Engines that share chunks must agree on their size, so no plan sets it."""
     block = facts.engine.block_tokens.value or 16
     tokens = -(-CHUNK_TOKENS // block) * block
     draft.show(
@@ -382,9 +377,8 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 
 
 def _worth(usable: _Usable) -> tuple[float, int]:
-    """Rank of a folder among several. Speeds are measured anew at each start, and a start
-    that chose another folder would be cold: one with chunks stays until another is clearly
-    faster."""
+    """Rank of a folder. Speeds are measured anew at each start, and a start in another folder would
+    be cold: one with chunks stays until another is clearly faster."""
     warm = _WARM if usable.disk.own.value else 1
     return usable.speed * warm, usable.size
 
@@ -392,8 +386,8 @@ def _worth(usable: _Usable) -> tuple[float, int]:
 def _recorded_disk(
     trace: SizingTrace | None, most: int, ram_bytes: int, load: Load
 ) -> tuple[int, str]:
-    """The part of ``most`` bytes that the trace needs below a RAM tier, and why. 0: none. What is
-    in RAM is in NVMe too, so that the larger of them decides what both hit."""
+    """Bytes that the trace needs below a RAM tier, and why. What is in RAM is in NVMe too, so that
+    the larger of them decides what both hit."""
     if trace is None:
         return most, ""
     kv = load.kv_bytes
@@ -408,14 +402,13 @@ def _recorded_disk(
 
 
 def _disk_reserve(disk: Disk) -> int:
-    """A tenth of the file system, at least 2 GiB. File systems and flash slow down when they are
-    full, and others write logs there."""
+    """File systems and flash slow down when they are full, and others write logs there."""
     return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
 
 
 def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fact[float]]:
-    """(why it cannot be used, or "", bytes for one store, read speed). ``gentle``: at most half of
-    what is free is taken, or what an earlier run has taken."""
+    """(why not, or "", bytes for one store, read speed). ``gentle``: at most half of what is free
+    is taken, or what an earlier run has taken."""
     kind, name = disk.device.value, disk.filesystem.value or "unknown"
     speed = or_assumed(
         disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device"
@@ -484,8 +477,8 @@ _MOST_SHARED_PART = 8
 
 
 def _slots_for_loads(facts: Facts, load: Load) -> int:
-    """Bytes of a RAM tier through which hits can be loaded. A hit is promised when all of it is in
-    RAM, and requests that wait claim half of RAM at most."""
+    """Bytes of RAM that loads need: a hit is promised when all of it is in RAM, and requests that
+    wait claim half of RAM at most."""
     one = load.long_tokens * load.kv_bytes
     wanted = max(2 * one, load.longest * load.kv_bytes)
     total = facts.memory.total.value
@@ -493,8 +486,7 @@ def _slots_for_loads(facts: Facts, load: Load) -> int:
 
 
 def _copies_to_come(facts: Facts) -> int:
-    """Copies of the weights that loading will still take of the available RAM, in the engine's
-    memory and on the way there."""
+    """Copies of the weights that loading still takes of the available RAM."""
     started = bool(facts.engine.started.value)
     if facts.gpus.shared.value is not None:
         return 0 if started else 1
@@ -502,8 +494,7 @@ def _copies_to_come(facts: Facts) -> int:
 
 
 def _show_shared(facts: Facts, ram_bytes: int, load: Load, draft: Plan) -> None:
-    """Explain the shared memory, vLLM's share of it beside the tier, and where chunks stay.
-    Nothing where the GPU has memory of its own."""
+    """Explain shared memory, vLLM's share of it beside the tier, and where chunks stay."""
     name, total = facts.gpus.shared, facts.memory.total.value
     if name.value is None:
         return

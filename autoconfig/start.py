@@ -27,8 +27,8 @@ logger = logging.getLogger("kvtier")
 
 
 def probe_host(config: Config, model: Model, engine: Serving, *, server: bool = False) -> Facts:
-    """The facts for this ``model`` and ``engine`` here, or for a ``server``. Where ``config`` names
-    no folder for a disk tier, the usual mounts are candidates."""
+    """Facts for ``model`` and ``engine``, or a ``server``. Candidates for a disk tier are the usual
+    mounts where ``config`` names no folder."""
     disks = probe_disks([config.nvme.path] if config.nvme.path else [])
     return Facts(
         probe_memory(),
@@ -41,15 +41,15 @@ def probe_host(config: Config, model: Model, engine: Serving, *, server: bool = 
 
 
 def plan_for_engine(vllm_config: Any, config: Config) -> Plan:
-    """Probe, measure (at most 5 s) and plan for a vLLM engine that is starting on this host with
-    kvtier's ``config``. Raises ConfigError when the model keeps no KV by token."""
+    """Probe, measure (at most 5 s) and plan for a vLLM engine that starts on this host. Raises
+    ConfigError when the model keeps no KV by token."""
     engine, model = probe_engine(vllm_config, config.engine.host_engines)
     return make_plan(measure(probe_host(config, model, engine)))
 
 
 def settled(given: Config, plan: Plan) -> Config:
-    """``given`` with the plan's values for the keys that are not set, which the log tells. Raises
-    ConfigError where there is no room for a RAM tier."""
+    """``given`` with logged values of the plan for the keys that are not set. Raises ConfigError
+    where there is no room for a RAM tier."""
     values = plan.values()
     config = filled(given, values, PLANNED)
     for line in table(plan, config).splitlines():
@@ -66,8 +66,7 @@ def settled(given: Config, plan: Plan) -> Config:
 
 
 def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
-    """The plan's estimate of how fast the engine is, where nothing else is planned: nothing is
-    measured. None where the model's shape cannot be told."""
+    """The plan's estimate of the engine's speed, without measuring. None for an unknown model's."""
     try:
         engine, model = probe_engine(vllm_config)
         facts = Facts(probe_memory(), probe_gpus(), model=model, engine=engine)
@@ -77,8 +76,7 @@ def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
 
 
 def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:
-    """Compute that hits save of the engine's model, or of a typical one where its shape is
-    unknown."""
+    """Compute that hits save of the engine's model, or of a typical one where it is unknown."""
     try:
         _, model = probe_engine(vllm_config)
     except (ConfigError, AttributeError, TypeError, ValueError):
@@ -93,10 +91,9 @@ logger = logging.getLogger("kvtier")
 
 
 def sized(config: Config) -> Config:
-    """``config``, where auto-config has filled in what is not set: the room of one server, which
-    all ranks and engines that attach share. The log has the reason of each size: when the server
-    has its room, no plan would say the same. Takes at most 5 s. Raises ConfigError as an engine
-    does."""
+    """``config`` with auto-config's sizes for one server, which all ranks and engines that attach
+    share. Each size's reason is logged: a later plan would say something else. Takes at most 5 s.
+    Raises ConfigError as an engine does."""
     if not config.engine.auto:
         return config
     one = known(1, "one server")

@@ -17,8 +17,7 @@ from kvtier.tiers.nvme.proc import ROOT
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:
-    """GPUs by NVIDIA's tool, or else by the driver's files in /proc. AMD is recognised but not
-    measured."""
+    """GPUs by nvidia-smi, else by the driver's files in /proc. AMD's are not measured."""
     answer = _nvidia_smi() if root == ROOT else ""
     return read_gpus(answer, root)
 
@@ -51,8 +50,7 @@ def read_gpus(answer: str, root: Path) -> Gpus:
 
 
 def _shared(names: list[str], sizes: list[str], root: Path) -> Fact[str]:
-    """A GPU without memory of its own: by its name, by what nvidia-smi cannot tell of it, or by
-    what else the machine shows."""
+    """A GPU without memory of its own, by its name, nvidia-smi's silence, or the machine."""
     kinds = [kind for kind in map(gpu_kind, names) if kind is not None]
     if kinds and all(kind.shared for kind in kinds) and len(kinds) == len(names):
         return known(names[0], "its name")
@@ -134,10 +132,8 @@ def _spark(root: Path) -> Fact[str] | None:
 
 
 def gpu_nodes(root: Path = ROOT) -> tuple[int, int]:
-    """GPU memory that the kernel counts as RAM: all bytes, and the free ones.
-
-    The driver names the NUMA node of each GPU (``numa_status``). A node with CPUs is the host's.
-    """
+    """All and free bytes of GPU memory that the kernel counts as RAM. The driver names each GPU's
+    NUMA node (``numa_status``). A node with CPUs is the host's."""
     nodes = set()
     for file in _some(root / "proc/driver/nvidia/gpus", "*/numa_status"):
         if node := re.search(r"^Node:\s+(\d{1,6})$", _head(file), re.MULTILINE):
@@ -162,8 +158,7 @@ def _some(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _head(path: Path) -> str:
-    """A small file's text, without the NUL that ends a device tree's. Empty where it cannot be
-    read."""
+    """A small file's text, without the NUL that ends a device tree's. Empty: unreadable."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(_MOST_BYTES).decode(errors="replace").strip("\0\n ")
     return ""

@@ -84,8 +84,8 @@ def _pool_bytes(root: Path) -> int:
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
-    """Two facts over this process's cgroup and all above it up to the mount's top, in either
-    version of cgroups: the tightest ``limit - use``, and the tightest limit that kills."""
+    """The tightest ``limit - use``, and the tightest limit that kills, over this process's cgroup
+    and all above it up to the mount's top, in either version of cgroups."""
     membership = text_of(root / "proc/self/cgroup")
     if not membership:
         unread: Fact[int] = unknown("/proc/self/cgroup cannot be read")
@@ -108,15 +108,14 @@ def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
 
 
 def _below(path: str, top: str) -> str:
-    """A cgroup's path relative to what is mounted. In a container the mount often starts at the
-    container's own group."""
+    """A cgroup's path below the mount, which in a container often starts at its own group."""
     inside = path.removeprefix(top) if top != "/" else path
     return "" if ".." in inside.split("/") else inside.strip("/")
 
 
 def _limits(mount: Path, inside: str, version2: bool) -> Iterable[tuple[int, int, bool, str]]:
-    """Each limit, what is left up to it, whether the kernel kills beyond it (beyond ``memory.high``
-    it only slows down), and where it stands."""
+    """Each limit, what is left of it, whether the kernel kills beyond it (beyond ``memory.high`` it
+    only slows down), and where it stands."""
     group = mount / inside if (mount / inside).is_dir() else mount
     names = ("memory.max", "memory.high") if version2 else ("memory.limit_in_bytes",)
     usage = "memory.current" if version2 else "memory.usage_in_bytes"

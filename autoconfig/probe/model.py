@@ -18,8 +18,7 @@ from kvtier.core.processes import environment
 
 
 def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
-    """The engine's own configuration object -> facts. It reads attributes and imports nothing of
-    vLLM."""
+    """Reads attributes of the engine's configuration object, and imports nothing of vLLM."""
     parallel, cache, model = (
         vllm_config.parallel_config,
         vllm_config.cache_config,
@@ -57,8 +56,8 @@ def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
 
 
 def probe_model(place: str, kv_dtype: str = "auto") -> Model:
-    """A model folder, its ``config.json``, or a name that is in this host's hub cache. Raises
-    ConfigError when it is none of them, or lacks what is needed."""
+    """A model folder, its ``config.json``, or a name in this host's hub cache. Raises ConfigError
+    for anything else, and where a needed key is missing."""
     path, source = Path(place), "given"
     if not path.exists():
         path = model_folder(place, environment())
@@ -79,8 +78,7 @@ def probe_model(place: str, kv_dtype: str = "auto") -> Model:
 
 
 def probe_weights(folder: Path) -> Fact[int]:
-    """Bytes of the weights: from the safetensors index, or else the files, or else the .bin
-    files."""
+    """Bytes of the weights: from the safetensors index, else the files, else the .bin files."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         return known(int(index["metadata"]["total_size"]), "model.safetensors.index.json")
@@ -103,9 +101,8 @@ def hub_cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def snapshot(name: str, env: Mapping[str, str], revision: str | None = None) -> Path | None:
-    """The cached folder of ``name`` at ``revision``. The default is main, or the newest cached
-    revision where main was never asked for. None when there is no ``config.json``, or when ``name``
-    is not a hub name."""
+    """The cached folder of a hub name at ``revision`` (default: main, or the newest that is
+    cached). None without a ``config.json``, and for what is no hub name."""
     if not _NAME.fullmatch(name):
         return None
     place = _hub_folder(name, env)
@@ -121,7 +118,6 @@ def snapshot(name: str, env: Mapping[str, str], revision: str | None = None) -> 
 
 
 def model_folder(name: str, env: Mapping[str, str]) -> Path:
-    """:func:`snapshot`, or a ConfigError that says what was looked for and what to do."""
     found = snapshot(name, env)
     if found is not None:
         return found
