@@ -31,11 +31,11 @@ LMCACHE = "LMCacheConnectorV1"
 """LMCache's connector, which kvtier replaces where ``KVTIER_REPLACE_LMCACHE`` says so."""
 
 LOAD_EVERY_HIT = "load_every_hit"
-"""For benchmarks and tests: an entry of ``kv_connector_extra_config`` that is not a configuration
-key. ``True``: every hit is loaded, even where computing it would be sooner."""
+"""An entry of ``kv_connector_extra_config`` for benchmarks and tests. ``True``: every hit is
+loaded, even where computing it would be sooner."""
 EXTENSIONS = "extensions"
-"""Another such entry: the keys of extensions that other packages bring, by their names. See
-:mod:`kvtier.connectors.vllm.extensions.installed`."""
+"""Another such entry: the keys of other packages' extensions, by name
+(:mod:`.extensions.installed`)."""
 
 # Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
@@ -51,7 +51,6 @@ def __getattr__(name: str) -> Any:
 
 
 def settings(transfer: Any) -> dict[str, Any]:
-    """The configuration keys in vLLM's ``kv_transfer_config``."""
     given = getattr(transfer, "kv_connector_extra_config", None) or {}
     return {key: value for key, value in given.items() if key not in (LOAD_EVERY_HIT, EXTENSIONS)}
 
@@ -59,11 +58,10 @@ def settings(transfer: Any) -> dict[str, Any]:
 def register() -> None:
     """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known
     and, where the operator said so, makes ``LMCacheConnectorV1`` mean kvtier. vLLM may call it
-    twice in a process.
+    twice.
 
-    On a vLLM that is too old the names are known too, and refuse when they are asked for, so that
-    an engine without kvtier runs. Raises ConfigError when the operator's value is not a flag.
-    """
+    On a vLLM that is too old the names refuse only when they are asked for, so that an engine
+    without kvtier runs. Raises ConfigError when the operator's value is not a flag."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     known = KVConnectorFactory._registry

@@ -100,7 +100,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         """Only in a worker, once its KV caches are registered."""
         self._starting = StartingHalf(layout.places(parallel))
         self._scheduler: SchedulerHalf | IdleHalf = self._starting
-        """Only of use to the scheduler."""
         self._figures: Figures | None = None
         if role == KVConnectorRole.WORKER:
             if not parallel.rank:
@@ -112,12 +111,12 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because saves are best-effort: a save that is dropped is a later miss."""
+        """Saves are best-effort: a save that is dropped is a later miss."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """No layout is required. vLLM asks before it forms KV cache groups, so models whose
+        """None: any layout will do. vLLM asks before it forms KV cache groups, so models whose
         recurrent state cannot be kept are refused here, by name."""
         layout.refuse_recurrent(vllm_config, with_groups=_WITH_GROUPS)
         return None
@@ -150,8 +149,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return self._worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's layout. A MultiConnector passes what one of its connectors says to all of
-        them: there each rank's layout comes with the report of a first step."""
+        """This rank's layout. A MultiConnector passes one connector's to all of them: there it
+        comes with the report of a first step."""
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._own_layout()
 
@@ -196,8 +195,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Block ids of failed loads, where vLLM cannot be told their requests by name, and what is
-        left to be computed of loads that came in parts."""
+        """Block ids of failed loads, where vLLM cannot be told their requests by name, and of the
+        missing rest of loads in parts."""
         bad, left = self._half.failed_blocks()
         return left if _NAMES_FAILED_LOADS else bad | left
 
@@ -213,8 +212,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All ranks have told their layout, so the store can be made now, before the first request.
-        An error here ends the engine's start."""
+        """Make the store when all ranks have told their layout, before the first request. An error
+        here ends the engine's start."""
         ranks = {place: rank for place, rank in metadata.items() if isinstance(rank, RankLayout)}
         if ranks:
             self._begin(ranks)
@@ -222,8 +221,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def _begin(
         self, ranks: dict[tuple[int, int], RankLayout], *, among_others: bool = False
     ) -> None:
-        """``among_others``: in a MultiConnector, whose engine may end a request whose load was
-        cut."""
+        """``among_others``: a MultiConnector's engine may end a request whose load was cut."""
         whys = {why_no_prefixes(self._vllm_config, self._kv_cache_config)}
         whys |= {rank.why_no_prefixes for rank in ranks.values()}
         if why := max(whys):
@@ -267,8 +265,6 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             logger.warning("%s", few)
 
     def _learning(self, started: Started, chunks: ChunkLayout, store: KVStore) -> Learning | None:
-        """The extension ``learning``; None without a folder for what an earlier start has
-        learned."""
         from vllm.platforms import current_platform
 
         from kvtier.assemble import paces
@@ -324,8 +320,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def _keeps_what_arrived(self) -> bool:
-        """Whether this vLLM keeps the blocks of a load before those that it is told to compute,
-        as tested: one cache group, whose blocks no ranks divide, on one host."""
+        """Whether this vLLM keeps the blocks of a load before those that it is told to compute.
+        Tested with one cache group, whose blocks no ranks divide, on one host."""
         parallel, groups = self._vllm_config.parallel_config, self._kv_cache_config.kv_cache_groups
         whole = layout.ContextRanks.of(parallel) == layout.UNSHARED
         return _NAMES_FAILED_LOADS and len(groups) == 1 and whole and self._hosts.number == 1
@@ -386,13 +382,12 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """False: a hit begins where all groups end in vLLM's own cache. With True vLLM would
-        tell where full attention ends, and what of a window or a state is missing before could
-        not be loaded."""
+        """False: a hit begins where all groups end in vLLM's own cache. With True vLLM would tell
+        where full attention ends, and earlier parts of a window or state could not be loaded."""
         return False
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Of the others nothing is brought: vLLM computes a replayed window again, and a hit
+        """Groups that are not kept need nothing: vLLM computes a replayed window again, and a hit
         ends where a ring is empty."""
         return tuple(group.number for group in self._kept.groups)
 
@@ -410,7 +405,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 self._begin_late()
 
     def _begin_late(self) -> None:
-        """In an engine that runs already: an error turns the cache off and ends no request."""
+        """An error turns the cache off and ends no request, because the engine runs already."""
         try:
             self._begin(self._starting.layouts, among_others=True)
         except KVTierError as error:
@@ -428,8 +423,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return versions.hit_sources(self._scheduler.sources(request))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both halves after every step, or the scheduler's half only after a worker
-        has given some: a worker gives an empty one then."""
+        """vLLM asks both halves after every step, or the scheduler's half only after a worker gave
+        some: a worker gives an empty one then."""
         counts: dict[str, float] = dict(self._scheduler.counts())
         if self._figures is not None:
             counts |= self._figures.new()
@@ -467,9 +462,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """The configuration, with the machine's values for keys that are not set (auto-config),
-        and an estimate of the engine's prefill speed until its own steps are known. Of a
-        server's tiers nothing is planned here."""
+        """The configuration with auto-config's values for keys that are not set, and an estimate of
+        the prefill speed until the engine's own steps are known. A server's tiers are not planned.
+        """
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
         from kvtier.load_policy.prefill import Certainty, Prefill
 

@@ -40,7 +40,7 @@ class Duty(NamedTuple):
     in_flight: int = 0
     """Most tokens that the steps in flight compute."""
     steps_alone: bool = False
-    """Not a rank of data parallelism, which other engines wait for."""
+    """No rank of data parallelism, for which other engines wait."""
     hit_unit: int = 0
     """Hits may end at multiples of this within a block, in tokens. 0: they end with blocks."""
     in_parts: bool = False
@@ -79,7 +79,7 @@ class Live(NamedTuple):
 
 
 class Extension:
-    """Base of all extensions: no hook has an effect. A request's hooks come in this order."""
+    """Base of all extensions. A request's hooks come in this order."""
 
     def join(self, live: Live) -> None:
         """The scheduler's half is there, and has told nothing yet."""
@@ -87,47 +87,42 @@ class Extension:
     # ---- a request -------------------------------------------------------------------------------
 
     def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
-        """vLLM has asked no cache for this request yet. ``named`` makes its record early, with
-        the keys of what it is now."""
+        """A request that vLLM has asked no cache for yet. ``named`` makes its record early."""
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        """vLLM asks what there is of a request, and asks again while chunks are on their way up.
-        ``keys``: the keys of its whole chunks."""
+        """vLLM asks what there is of a request, again while chunks are on their way. ``keys``: of
+        its whole chunks."""
 
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
-        """Tokens beyond the first ``computed`` that the extension itself can load. None: vLLM
-        shall ask again. 0: the next extension is asked, and then the store. ``busy``: the engine
-        computes for other requests."""
+        """Tokens beyond the first ``computed`` that the extension can load. None: vLLM shall ask
+        again. 0: the next extension is asked, then the store. ``busy``: others are computed."""
         return 0
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
-        """``tokens`` promised tokens are to be loaded into the blocks. True: the extension loads
-        them."""
+        """Promised ``tokens`` are to be loaded into the blocks. True: the extension loads them."""
         return False
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """vLLM has taken the store's answer, of which ``tokens`` tokens are loaded. ``places``
-        has the place that each piece comes from. The record says what was declined and why no
-        more is there."""
+        """vLLM has taken the store's answer: ``tokens`` are loaded, each piece from its place in
+        ``places``. The record says what was declined and why no more is there."""
 
     def saving(
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
     ) -> None:
-        """Of ``computed`` whole chunks the first ``saved`` were offered before. The store takes
-        ``pieces`` of the new ones."""
+        """The store takes ``pieces`` of ``computed`` whole chunks, of which ``saved`` were offered
+        before."""
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
-        """All ranks have reported a load or a save. ``is_last``: the request has no other job
-        under way."""
+        """All ranks have reported a load or save, the request's last one if ``is_last``."""
 
     def drop(self, prompt: Prompt) -> None:
         """Give back what the extension has claimed for the request."""
 
     def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
-        """Comes after :meth:`drop`. ``saving``: a job is under way, so :meth:`ended` comes.
-        Returns what the answer's ``kv_transfer_params`` say."""
+        """Comes after :meth:`drop`. ``saving``: a job is under way, so :meth:`ended` comes. Returns
+        additions to the answer's ``kv_transfer_params``."""
 
     # ---- an engine -------------------------------------------------------------------------------
 

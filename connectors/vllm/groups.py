@@ -39,15 +39,14 @@ from kvtier.core.chunk import ChunkKey, PieceMask, piece_keys
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
-"""Within a prompt a hit may end at every multiple (rounded up to whole chunks). What several
-prompts share may end anywhere. Windows and states at every chunk would take more room than all
-else."""
+"""Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. Prompts may part
+anywhere. Windows and states at every chunk would take more room than all else."""
 _ENDS_PER_TRUNK = 0.3
-"""Room of what is behind ends within a prompt, as a part of the anchors'. Where it is large,
-ends lie further apart."""
+"""Most room of what is behind ends within a prompt, as a part of the anchors'. Ends lie further
+apart where it is large."""
 _ANSWER_CHUNKS = 4
-"""A model with tails keeps one end of an answer in this many chunks, and a hit is looked for at
-this many chunks before the last one that is known."""
+"""A model with tails keeps one end of an answer in this many chunks, and tries as many ends of hits
+before the last known chunk."""
 _LAST_ENDS = 2
 """Last ends of a prompt that are kept: its last chunk often has the question in it. Beside some
 drafts vLLM has a state at the last but one alone."""
@@ -79,12 +78,11 @@ class Group:
 
     @property
     def is_at_ends(self) -> bool:
-        """Its pieces are single blocks at the ends of chunks, and not stretches of tokens."""
+        """Pieces are single blocks at the ends of chunks, and not stretches of tokens."""
         return self.kind is _STATE or self.kind is _TAIL
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """Most blocks that a request has at a time, where the steps in flight compute up to
-        ``in_flight`` tokens together."""
+        """Most blocks of a request, where the steps in flight compute ``in_flight`` tokens."""
         if self.kind is _FULL:
             return -(-tokens // self.block_tokens)
         return _in_window(tokens, self.span + in_flight, self.block_tokens)
@@ -101,8 +99,7 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Uncached:
     """A window that is computed again behind a hit, or a ring: vLLM caches no prefixes of it.
-    ``span``: tokens of the window. ``blocks``: of each request, where that is a number of its
-    own."""
+    ``span``: tokens of the window. ``blocks``: of each request, where that is fixed."""
 
     block_tokens: int
     span: int = 0
@@ -115,13 +112,12 @@ class Uncached:
 
 
 def _in_window(tokens: int, most: int, block_tokens: int) -> int:
-    """Blocks of a request of which at most ``most`` tokens are held, from anywhere in a block."""
     return -(-min(tokens, most) // block_tokens) + 1
 
 
 class Piece(NamedTuple):
-    """Of a STATE group ``number`` counts chunks: it is the state after chunk ``number``. Of a
-    TAIL group it counts the blocks of all tails, see :meth:`Geometry.parts`."""
+    """``number`` counts pieces of a group; for STATE the chunk at whose end it is; for TAIL the
+    blocks of all tails, see :meth:`Geometry.parts`."""
 
     group: Group
     number: int
@@ -132,7 +128,7 @@ class Run(NamedTuple):
 
     keys: list[ChunkKey]
     start: int
-    """Leading keys that the engine has by itself. They are only named, so that they stay hot."""
+    """Leading keys that the engine has by itself, named only so that they stay hot."""
     computed: int
     """Tokens that the request has without it."""
     end: int
@@ -149,11 +145,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The groups of one model. ``uncached`` ones take blocks, and nothing of them is kept.
+    """The groups of one model. ``uncached`` ones take blocks and are not kept.
 
-    Raises LayoutError where chunks are not whole blocks of every group, and where a tail is longer
-    than a chunk.
-    """
+    Raises LayoutError where chunks are not whole blocks of every group, and for a tail that is
+    longer than a chunk."""
 
     groups: tuple[Group, ...]
     chunk_tokens: int
@@ -176,14 +171,13 @@ class Geometry:
     # ---- sizes -----------------------------------------------------------------------------------
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """Of all groups together, also of those that are not kept."""
+        """Sum over all groups, also those that are not kept."""
         every: tuple[Group | Uncached, ...] = (*self.groups, *self.uncached)
         return sum(group.most_blocks(tokens, in_flight) for group in every)
 
     @cached_property
     def block_tokens(self) -> int:
-        """A hit of full attention may end at every multiple of this: with a block of every
-        group."""
+        """Full attention's hits may end at every multiple of this: with a block of every group."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
@@ -211,8 +205,8 @@ class Geometry:
         return 1 if group.is_at_ends else self.piece_tokens // group.block_tokens
 
     def parts(self, group: Group) -> int:
-        """Pieces of each chunk of which the group is kept: for a TAIL the blocks of the last
-        ``span - 1`` tokens."""
+        """Pieces of each chunk that the group keeps. TAIL: the blocks of the last ``span - 1``
+        tokens."""
         if group.kind is _STATE:
             return 1
         if group.kind is _TAIL:
@@ -220,7 +214,6 @@ class Geometry:
         return self.pieces_per_chunk
 
     def first_block(self, piece: Piece) -> int:
-        """In the block table of its group."""
         group, number = piece
         if not group.is_at_ends:
             return number * self.blocks_per_piece(group)
@@ -248,7 +241,6 @@ class Geometry:
 
     @cached_property
     def has_ends(self) -> bool:
-        """Whether a group has single blocks at the ends of chunks."""
         return self.has_state or self.has_tail
 
     @cached_property
@@ -265,8 +257,8 @@ class Geometry:
 
     @cached_property
     def _masks(self) -> dict[tuple[int, int], PieceMask | None]:
-        """By group and by the piece's place in the chunk. The last piece that the first anchor
-        has of a chunk has the chunk's own key, so code that knows only chunks can find it."""
+        """By group and the piece's place in the chunk. The first anchor's last piece has the
+        chunk's own key, so code that knows only chunks can find it."""
         masks: dict[tuple[int, int], PieceMask | None] = {
             (group.number, part): PieceMask(f"{group.number} {part}")
             for group in self.groups
@@ -275,7 +267,6 @@ class Geometry:
         return masks | {(self.anchors[0].number, self.pieces_per_chunk - 1): None}
 
     def key(self, piece: Piece, keys: Sequence[ChunkKey]) -> ChunkKey:
-        """``keys``: of all chunks of the prompt."""
         group, number = piece
         chunk, part = divmod(number, self.parts(group))
         mask = self._masks[group.number, part]
@@ -297,7 +288,7 @@ class Geometry:
         return []
 
     def trunk(self, first: int, chunks: int) -> list[Piece]:
-        """Pieces that the anchors must have of so many chunks, from number ``first`` on."""
+        """Pieces that the anchors must have of ``chunks`` chunks, from piece ``first`` on."""
         known, wide = self._trunk, len(self.anchors)
         for number in range(len(known) // wide, chunks * self.pieces_per_chunk):
             known.extend(Piece(group, number) for group in self.anchors)
@@ -333,8 +324,8 @@ class Geometry:
         return (first + pieces // len(self.anchors)) * self.piece_tokens
 
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
-        """Pieces that groups beside the anchors must have for a hit of ``end`` tokens, a
-        multiple of ``chunk_tokens``. The request has ``computed`` tokens by itself."""
+        """Pieces of groups beside the anchors for a hit of ``end`` tokens, a multiple of
+        ``chunk_tokens``. The request has ``computed`` tokens by itself."""
         return self._pieces(self.others, end, computed)
 
     def behind_keys(self, keys: Sequence[ChunkKey], end: int, computed: int = 0) -> list[ChunkKey]:
@@ -350,8 +341,8 @@ class Geometry:
 
     @cached_property
     def _alike(self) -> list[tuple[list[Group], list[PieceMask]]]:
-        """Groups beside the anchors, those together that follow one another and need the same
-        tokens. With them come their masks where a group has one piece of a chunk."""
+        """Neighbouring groups beside the anchors that need the same tokens, with their masks where
+        a group has one piece of a chunk."""
         found = list[tuple[list[Group], list[PieceMask]]]()
         for _, alike in groupby(
             self.others, key=lambda group: (group.kind, group.span, group.block_tokens)
@@ -374,7 +365,6 @@ class Geometry:
 
     @cached_property
     def _made(self) -> dict[int, list[Piece]]:
-        """By group, as far as they were asked for."""
         return {group.number: [] for group in self.groups}
 
     def _pieces(self, groups: Sequence[Group], end: int, computed: int) -> list[Piece]:
@@ -412,15 +402,14 @@ class Geometry:
     # ---- ends ------------------------------------------------------------------------------------
 
     def last_end(self, tokens: int) -> int:
-        """Where the longest hit for a prompt ends: full attention with a block, all others with
-        a chunk. At least one token is left to compute."""
+        """End of the longest hit for a prompt: a block's for full attention, else a chunk's. At
+        least one token is left to compute."""
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 
     @cached_property
     def keep_tokens(self) -> int:
-        """Distance of hits' ends within a prompt, at ends of attention chunks, behind which
-        nothing is needed."""
+        """Distance of hits' ends within a prompt, at attention chunks' ends, which need nothing."""
         spans = [group.span for group in self.groups if group.kind is Kind.LOCAL]
         unit = math.lcm(self.chunk_tokens, *spans)
         longest = max((group.span for group in self.others), default=0)
@@ -430,10 +419,9 @@ class Geometry:
         return -(-max(_KEEP_TOKENS, room) // unit) * unit
 
     def is_kept(self, end: int, prompt_tokens: int, branches: Sequence[int] = ()) -> bool:
-        """Whether the pieces behind this end are worth their room: for the last end of a prompt
-        (with states or tails for two), for every end of an answer (with tails for one in four),
-        where other prompts are known to branch off, and every :attr:`keep_tokens` (with tails
-        not near the last)."""
+        """Whether the pieces behind this end are worth their room: the last end of a prompt (the
+        last two with states or tails), every end of an answer (one in four with tails), where other
+        prompts branch off, and every :attr:`keep_tokens` (with tails not near the last)."""
         size = self.chunk_tokens
         last = (prompt_tokens - 1) // size * size
         is_near = self.has_tail and 0 < last - end < self.keep_tokens
@@ -448,15 +436,14 @@ class Geometry:
     def is_state_kept(
         self, end: int, begin: int, prompt_tokens: int, branches: Sequence[int] = ()
     ) -> bool:
-        """vLLM has states where steps end, so within a prompt the first is kept at or behind
-        each :attr:`keep_tokens`. ``begin``: where the step began that ends here."""
+        """Within a prompt the first state at or behind each :attr:`keep_tokens` is kept, because
+        vLLM has states where steps end. ``begin``: of the step that ends here."""
         apart = self.keep_tokens
         return end // apart > begin // apart or self.is_kept(end, prompt_tokens, branches)
 
     def ends(self, most: int, known: int, computed: int) -> list[int]:
-        """Where a hit may end after ``computed`` tokens, the longest first: ``most`` at the
-        longest, then the ``known`` length and some chunks before it, then the ends that are kept
-        within a prompt. Ends of states may be any."""
+        """Ends of hits after ``computed`` tokens, the longest first: ``most`` at the longest, then
+        ``known`` and some chunks before, then kept ends in a prompt. Ends of states may be any."""
         step, size, last = self.keep_tokens, self.chunk_tokens, min(known, most)
         kept = range((last - 1) // step * step, 0, -step)
         near = range(last - size, 0, -size)

@@ -20,7 +20,6 @@ OVER = "kvtier.over"
 KEEP = "kvtier.keep_s"
 """Seconds (or ``5m``) after its last use for which the prompt shall be kept."""
 PRIORITY = "kvtier.priority"
-"""A number. Above 0 the prompt is kept for a while."""
 BAD = "kvtier.bad_hints"
 """Hints of the request that the middleware could not read."""
 KINDS = ("over", "keep", "priority", "bad")
@@ -64,7 +63,7 @@ def say_action(words: Words, kind: Any, payload: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class Said:
     session: str = ""
-    """A name of fixed length, different for each cache salt. Empty: the request names none."""
+    """A name of fixed length, different for each cache salt. Empty: none was given."""
     hint: Hint = NO_HINT
     kinds: Sequence[str] = ()
     """Entries of :data:`KINDS`, each as often as it was said."""
@@ -105,7 +104,7 @@ def of_request(request: Any) -> Said:
 
 
 def seconds(value: Any) -> float | None:
-    """Of ``300``, ``"300"``, ``"5m"`` or ``"1h"``: at most a day. None: no duration."""
+    """Seconds of ``300``, ``"300"``, ``"5m"`` or ``"1h"``: at most a day. None: no duration."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value.strip())
         return min(float(match[1]) * _UNITS[match[2]], LONGEST_KEEP_S) if match else None

@@ -31,8 +31,8 @@ class HostsOf(NamedTuple):
 
 
 def refuse(parallel: Any, server: ServerSection, *, spans: bool) -> None:
-    """Raises ConfigError where the configuration does not name a server for each host, and where
-    something is asked for that is kept on one host alone."""
+    """Raises ConfigError where no server is named for each host, and for what only one host can
+    keep."""
     count, servers = HostsOf.of(parallel).number, server.addresses
     if count == 1:
         if len(servers) > 1:
@@ -71,9 +71,8 @@ def by_host(
     *,
     replicated: bool,
 ) -> tuple[list[ChunkLayout], Parts]:
-    """The layout of each host's chunks, which have the parts of its own ranks alone, and where the
-    parts of all ranks lie in the slots of their hosts. ``whole``: the layout of one host that has
-    all of them."""
+    """The layout of each host's chunks, with the parts of its own ranks alone, and where the parts
+    of all ranks lie. ``whole``: the layout of one host that has all of them."""
     layouts, parts = list[ChunkLayout](), list[Any]()
     for host, own in enumerate(of_each(ranks, hosts)):
         sizes, owners = parts_of(geometry, own, replicated=replicated)

@@ -67,8 +67,7 @@ _FROM_FOLDER = (
     "runai_streamer",
     "runai_streamer_sharded",
 )
-"""vLLM's load formats that read the weight files of the model's own folder, unless
-``model_weights`` names another place."""
+"""vLLM's load formats that read the model's own folder, unless ``model_weights`` says otherwise."""
 _MOST_DEPTH = 12
 
 DIGESTS = FileDigests()
@@ -88,8 +87,8 @@ def begin(vllm_config: Any) -> None:
 
 
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
-    """The identity, as JSON. Ids of machine and process and the names of local folders are left
-    out on purpose. The log says once why an identity is of this start only."""
+    """The identity, as JSON, on purpose without ids of machine and process and names of local
+    folders. The log says once why an identity is of this start only."""
     versions = software()  # the import of vLLM sets variables
     walk = Walk()
     config = walk.of(vllm_config, "vllm_config")
@@ -146,8 +145,8 @@ def software() -> dict[str, str]:
 
 
 class Walk:
-    """Through a configuration object. ``unknown``: ``section.field`` of fields that are in
-    neither table. ``unnamed``: why a value has no form that another start would have too."""
+    """A configuration object's values. ``unknown``: ``section.field`` of fields that are in neither
+    table. ``unnamed``: why a value has no form that another start would have too."""
 
     def __init__(self) -> None:
         self.unknown = list[str]()
@@ -215,7 +214,6 @@ class Walk:
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Of the names and all bytes. Raises DigestError."""
     return DIGESTS.begin(files, Path(os.path.commonpath([file.parent for file in files]))).result(
         _DIGEST_WAIT_S
     )
@@ -232,8 +230,8 @@ def _fields(config: Any) -> list[tuple[str, Any]]:
 
 
 def _is_off(place: str, value: Any, config: Any, dtype: Any) -> bool:
-    """Whether the field of a LoRA configuration changes nothing for requests without an adapter,
-    so that engines with adapters share chunks with others."""
+    """Whether a LoRA field changes nothing for requests without an adapter: engines with adapters
+    share chunks with others."""
     if place == "vllm_config.lora_config":
         return value is None or _is_all_off(value, dtype)
     if not place.startswith("lora_config.") or not dataclasses.is_dataclass(config):
@@ -252,8 +250,8 @@ def _is_all_off(lora: Any, dtype: Any) -> bool:
 
 
 def without_folders(value: Any) -> Any:
-    """A model's configuration, and those inside it (an EAGLE draft's has its model's), without
-    where they lie."""
+    """A model's configuration without its folders, also in those inside it (as in an EAGLE
+    draft's)."""
     if isinstance(value, Mapping):
         return {
             name: without_folders(inner)
@@ -274,7 +272,6 @@ def _environment() -> dict[str, str]:
 
 
 def _models(vllm_config: Any) -> list[Any]:
-    """The model's configuration, and its draft model's."""
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None) if speculative else None
     own = getattr(vllm_config, "model_config", None)
@@ -282,8 +279,7 @@ def _models(vllm_config: Any) -> list[Any]:
 
 
 def _foreign_code(model: Any) -> str:
-    """Why it is unknown which Python code makes up the model. Empty: it is vLLM's own, or files
-    of the model's folder."""
+    """Why the model's Python code is unknown. Empty: vLLM's own, or files of its folder."""
     if not getattr(model, "trust_remote_code", False):
         return ""
     told = getattr(model.hf_config, "auto_map", None) or {}
@@ -301,9 +297,9 @@ def _foreign_code(model: Any) -> str:
 def _weights(
     model: Any, load: Any, ranks: Mapping[tuple[int, int], RankLayout], whys: list[str]
 ) -> dict[str, Any]:
-    """Weights by the content of the files that vLLM reads, and of all files beside them. Where
-    they are not local: by their name, and by what every rank sees in the model that it has
-    loaded. ``whys`` gets why neither is known."""
+    """Weights by the content of the files that vLLM reads, and of all beside them. Where they are
+    not local: by name, and by what every rank sees in the loaded model. ``whys`` gets why neither
+    is known."""
     place = _folder(model, load)
     others = sorted({one for rank in ranks.values() for one in getattr(rank, "others", ())})
     if place is not None:

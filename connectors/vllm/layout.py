@@ -26,18 +26,16 @@ _NOT_FULL = {
 class KeptGroups(NamedTuple):
     groups: tuple[Group, ...]
     layers: tuple[frozenset[str], ...]
-    """By group."""
     uncached: tuple[Uncached, ...] = ()
 
     @property
     def block_tokens(self) -> int:
-        """Chunks are whole multiples of this."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
 
 class ContextRanks(NamedTuple):
-    """``decode``: ranks that divide the tokens of each block among them (DCP). ``prefill``:
-    ranks that compute parts of one prompt (PCP). Without DCP all of these have all KV."""
+    """``decode``: ranks that divide each block's tokens (DCP). ``prefill``: ranks that compute
+    parts of one prompt (PCP), which all have all KV without DCP."""
 
     decode: int = 1
     prefill: int = 1
@@ -69,7 +67,6 @@ def places(parallel: Any) -> int:
 
 
 def divided(parallel: Any) -> dict[str, Any]:
-    """How DCP divides blocks, which vLLM settles in the workers alone."""
     if ContextRanks.of(parallel).decode == 1:
         return {}
     return {"interleave": int(parallel.cp_kv_cache_interleave_size)}
@@ -78,8 +75,8 @@ def divided(parallel: Any) -> dict[str, Any]:
 def kept(
     kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNSHARED
 ) -> KeptGroups:
-    """``with_groups``: see :func:`kvtier.connectors.vllm.versions.keeps_groups`. Raises
-    LayoutError, which names what kvtier does not keep."""
+    """Raises LayoutError, which names what kvtier does not keep. ``with_groups``: see
+    :func:`kvtier.connectors.vllm.versions.keeps_groups`."""
     if not with_groups and sharing != UNSHARED:
         raise LayoutError(
             f"decode_context_parallel_size={sharing.decode} and "
@@ -141,9 +138,8 @@ def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
 
 
 def _with_tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """Windows that are shorter than the longest block are tails where they are latent attention's,
-    or have shorter blocks. Others are windows like any. A tail needs full attention beside it, by
-    which the store is asked."""
+    """Latent attention's windows, and those of shorter blocks, are tails where they are shorter
+    than the longest block. A tail needs full attention beside it, by which the store is asked."""
     longest = math.lcm(*(group.block_tokens for group in groups))
     is_beside = any(group.kind is Kind.FULL for group in groups)
 
@@ -162,8 +158,8 @@ def specs_of(spec: Any) -> list[Any]:
 
 
 def _group(number: int, spec: Any, sharers: int) -> Group:
-    """``sharers``: ranks that divide the tokens of a block among them. Raises LayoutError for a
-    kind that is not kept, and for a group whose layers are of different kinds."""
+    """``sharers``: ranks that divide a block's tokens. Raises LayoutError for a kind that is not
+    kept, and for layers of different kinds."""
     each = specs_of(spec)
     kinds = {_kind(one) for one in each}
     if len(kinds) != 1:
@@ -215,8 +211,8 @@ def _kind(spec: Any) -> tuple[Kind, int]:
 
 
 def chunk_tokens(configured: int, found: KeptGroups, *, is_default: bool) -> int:
-    """The configured number. A default that was not changed grows to whole blocks. For a model
-    with a state it is one block, which is long there: vLLM has states at the ends of blocks."""
+    """A default that was not changed grows to whole blocks. For a model with a state it is one
+    block, which is long there: vLLM has states at the ends of blocks."""
     block = found.block_tokens
     if is_default:
         has_state = any(group.kind is Kind.STATE for group in found.groups)
@@ -231,12 +227,10 @@ def chunk_layout(
     ranks: Mapping[tuple[int, int], RankLayout],
     chunk_tokens: int,
 ) -> tuple[ChunkLayout, Geometry, Parts]:
-    """The layout of chunks, their geometry, and where the parts of ranks lie in a slot. ``ranks``
-    is keyed by :func:`place`.
+    """The layout of chunks, their geometry, and where the parts of ranks (by :func:`place`) lie.
 
     Ranks of one pipeline stage that have identical KV in every layer share one part, which the
-    first of them writes: MLA's latent, but not beside a draft model with heads of its own.
-    """
+    first of them writes: MLA's latent, but not beside a draft model with heads of its own."""
     parallel = vllm_config.parallel_config
     geometry = Geometry(found.groups, chunk_tokens, found.uncached)
     sharing = ContextRanks.of(parallel)
@@ -271,7 +265,7 @@ def chunk_layout(
 def parts_of(
     geometry: Geometry, ranks: Mapping[tuple[int, int], RankLayout], *, replicated: bool
 ) -> tuple[tuple[int, ...], Parts]:
-    """Bytes of a block of each part of a slot, and where the parts of each rank lie. Of several
+    """Bytes of a block of each part of a slot, and where the parts of each rank lie. With several
     groups a slot is one part, as large as their largest piece."""
     placed = [_placed(geometry, place, ranks, replicated) for place in range(len(geometry.groups))]
     owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
@@ -287,7 +281,7 @@ def parts_of(
 def _placed(
     geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """For one group: each rank's first byte in a slot and whether it writes there, and bytes a
+    """A group's first byte in a slot by rank, with whether the rank writes there, and bytes a
     block."""
     group = geometry.groups[place]
     blocks = geometry.blocks_per_piece(group)
@@ -311,8 +305,7 @@ def _placed(
 
 
 def _of_all_ranks(named: Parts, tensor: int, copies: int) -> Parts:
-    """Of each stage the tensor ranks, then those again for each copy that PCP makes of them,
-    which writes nothing."""
+    """Each stage's tensor ranks, then those again for each of PCP's copies, which write nothing."""
     every = list[tuple[tuple[int, bool], ...]]()
     for first in range(0, len(named), tensor):
         stage = named[first : first + tensor]
@@ -339,9 +332,8 @@ def few_slots(slots: int, chunk_tokens: int, step_tokens: int) -> str:
 
 
 def refuse_recurrent(vllm_config: Any, *, with_groups: bool) -> None:
-    """Raise LayoutError for a model with recurrent state that cannot be kept: without attention
-    vLLM caches no prefixes of it, and beside attention an old vLLM does not say which blocks
-    hold states."""
+    """Raise LayoutError for a model whose recurrent state cannot be kept: without attention vLLM
+    caches no prefixes, and beside it an old vLLM does not say which blocks hold states."""
     model = vllm_config.model_config
     if model.is_attention_free:
         why = "vLLM caches no prefixes of it"
@@ -372,8 +364,7 @@ def narrowed(layout: ChunkLayout, by: Mapping[str, Any]) -> ChunkLayout:
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether all tensor ranks have the same KV. vLLM before 0.32 does not count the replicas,
-    and MLA is taken as the sign of them."""
+    """Whether all tensor ranks have the same KV, of which MLA is the sign for vLLM before 0.32."""
     if ContextRanks.of(vllm_config.parallel_config).decode > 1:
         return False  # they divide it, and PCP's ranks are no tensor ranks
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
@@ -383,14 +374,13 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def why_no_prefixes(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Why kvtier must keep and serve nothing in this engine. Empty: it may. Only the user's own
-    wish to turn prefix caching off is passed over, because it is about vLLM's own cache: the
-    platform and the model know why a part of a prompt must not be taken from anywhere. MODES.md has
-    each place in vLLM's source that turns it off; a test fails when a vLLM has another one.
+    """Why kvtier must keep and serve nothing in this engine. Empty: it may. A user's wish to turn
+    prefix caching off is passed over, because it is about vLLM's own cache: the platform and the
+    model know why a part of a prompt must not be taken from anywhere. MODES.md has each place in
+    vLLM's source that turns it off; a test fails when a vLLM has another one.
 
     Workers are asked too, once the model is loaded: an attention layer turns prefix caching off in
-    its own process only.
-    """
+    its own process only."""
     return _of_model(vllm_config.model_config, kv_cache_config) or (
         "" if vllm_config.cache_config.enable_prefix_caching else _of_engine(vllm_config)
     )
@@ -408,8 +398,7 @@ def _of_model(model: Any, kv_cache_config: Any) -> str:
 
 
 def _of_engine(vllm_config: Any) -> str:
-    """Batch invariance, or the platform, because its kernels do not continue a prefix as they
-    computed it."""
+    """Batch invariance, or a platform whose kernels do not continue a prefix bit by bit."""
     from vllm import envs
     from vllm.platforms import CpuArchEnum, current_platform
 

@@ -28,11 +28,9 @@ class RankLayout(KVConnectorHandshakeMetadata):
     block_bytes: tuple[int, ...]
     """For each cache group that is kept."""
     description: dict[str, Any]
-    """Shape of the regions, for JSON and the fingerprint. Of several groups: ``{"groups":
-    [...]}``."""
+    """Regions' shape, for JSON and the fingerprint. Several groups: ``{"groups": [...]}``."""
     model: dict[str, Any] | None = None
-    """See :mod:`kvtier.connectors.vllm.worker_side.loaded`. Part of the fingerprint. None: the
-    model cannot be inspected."""
+    """Part of the fingerprint (:mod:`.worker_side.loaded`). None: the model cannot be inspected."""
     weights: str | None = None
     """Digest of the loaded parameters, where they do not come from local files and can be read."""
     others: tuple[tuple[str, str, str], ...] = ()
@@ -58,8 +56,7 @@ class PoolAddress:
     parts: Parts
     """By rank and kept group: first byte of its part of a slot, and whether the rank writes it."""
     ticket: bytes = b""
-    """The server on a worker's host lets the worker map the pool for it, where the scheduler is
-    on another host."""
+    """By it a worker's server lets the worker map the pool, if the scheduler is elsewhere."""
     inode: int = 0
     """Of a server's pool. After a restart another pool may lie at the same path."""
 
@@ -76,8 +73,7 @@ class HostPools(PoolAddress):
 
 
 class Move(NamedTuple):
-    """Copies pieces of one group. A load may start inside its first piece and end inside its
-    last."""
+    """Pieces of one group. A load may start inside its first piece and end inside its last."""
 
     group: int
     """Index among those that are kept."""
@@ -88,8 +84,6 @@ class Move(NamedTuple):
 
 
 class LoadEnd(NamedTuple):
-    """A load that came in parts has ended."""
-
     number: int
     request_id: str
     blocks: list[int]
@@ -110,8 +104,7 @@ class Job:
     part_of: int | None = None
     """Number of the load."""
     end: LoadEnd | None = None
-    """The load ends with this part, whether or not the parts were copied. None: a
-    :class:`LoadEnd` follows."""
+    """Ends the load, whether or not the parts were copied. None: a :class:`LoadEnd` follows."""
 
     @property
     def blocks(self) -> list[int]:
@@ -136,8 +129,7 @@ class SpanJob:
 
 
 class InPlaceRun(NamedTuple):
-    """Tokens to be computed in place. From position ``moved`` on, one at least, they were moved
-    there before."""
+    """Tokens to compute in place. From position ``moved`` on they were moved there before."""
 
     begin: int
     moved: int
@@ -181,8 +173,8 @@ class StepMetadata(KVConnectorMetadata):
     renewed: dict[PoolAddress, list[int]] = field(default_factory=dict)
     """Slots of a server's pool that have other memory than before."""
     reads_on: bool = False
-    """The engine may compute while saves are read: their blocks stay as they are until a later
-    step says ``may_reuse``."""
+    """Saves' blocks stay as they are until a later step's ``may_reuse``, so steps may overlap them.
+    """
     may_reuse: bool = True
     """From this step on, blocks that saves of earlier steps read may be another request's."""
     asks_layout: bool = False
@@ -198,9 +190,7 @@ class StepReport(KVConnectorWorkerMetadata):
     load_s: float = 0.0
     save_s: float = 0.0
     unmapped: str = ""
-    """Why some rank cannot map the engine's own pool."""
     layouts: dict[tuple[int, int], RankLayout] = field(default_factory=dict)
-    """By ``(pipeline stage, tensor rank)``, where the scheduler's half asked for it."""
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
     replacements: Counter[int] = field(default_factory=Counter)

@@ -48,12 +48,11 @@ _EVERY_S = 1.0
 
 
 class Figures:
-    """All metrics of an engine's own Store, as numbers by name, so that vLLM can carry them from
-    the process that schedules to the one that serves ``/metrics``. Read at most once a second.
+    """All metrics of an engine's own Store, as numbers by name, so that vLLM can carry them to the
+    process that serves ``/metrics``. Read at most once a second.
 
-    A name is ``kind|figure``, with the values of the figure's labels after it (most have ``tier``
-    alone), and for a histogram ``kind|what|tier|bucket``. Counters are since the last report.
-    """
+    A name is ``kind|figure`` and the values of the figure's labels (mostly ``tier``), and for a
+    histogram ``kind|what|tier|bucket``. Counters are since the last report."""
 
     def __init__(self, store: KVStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -162,14 +161,12 @@ _SERVER = "server_"
 _LATER = {row.name for row in figures.LABELLED_FIGURES}
 """Metrics whose series appear when they are told first: their labels follow from the policy."""
 _registered: list[Any] = []
-"""Metrics of the last TierMetrics. vLLM takes its own out of Prometheus' registry when an engine
-is made, but these do not have vLLM's prefix."""
+"""The last TierMetrics'. vLLM clears only metrics with its own prefix from Prometheus' registry."""
 
 
 class TierStats(KVConnectorStats):
     """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``, hints
-    by ``hints_<kind>``, ``zero_hits`` as 1 or 0 where it has changed, and figures under the names
-    of :mod:`kvtier.connectors.vllm.stats`."""
+    by ``hints_<kind>``, ``zero_hits`` as 1 or 0 where changed, and :class:`Figures`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -195,9 +192,8 @@ class TierStats(KVConnectorStats):
 class TierMetrics(KVConnectorPromMetrics):
     """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
     ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}``,
-    ``vllm:kvtier_zero_hits``, and the ``kvtier_*`` metrics that a server has. Every series
-    exists from the start, but for those of the policy and of other sizes: they come with the
-    first numbers."""
+    ``vllm:kvtier_zero_hits``, and a server's ``kvtier_*``. Every series exists from the start, but
+    for those of the policy and of other sizes."""
 
     def __init__(
         self,
@@ -275,8 +271,7 @@ class TierMetrics(KVConnectorPromMetrics):
         return self._gauge_cls(name, text, labelnames=names, multiprocess_mode=mode)
 
     def _begin(self, engine: int) -> None:
-        """Make the series that are known before anything happens, so that they are 0 and not
-        absent."""
+        """Make the known series, so that they are 0 and not absent."""
         values, lower = self.per_engine_labelvalues[engine], self._places[1:]
         for kind, (_, _, reasons, _) in _METRICS.items():
             for reason in reasons:

@@ -18,8 +18,8 @@ State = tuple[int, int, int]
 
 
 class BlockTables:
-    """Of one step. Before 0.32 vLLM tells what was added, and only one group of full attention
-    is kept, whose table grows at its end."""
+    """One step's. Before 0.32 vLLM tells only what was added, and one group of full attention is
+    kept, whose table grows at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None

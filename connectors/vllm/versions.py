@@ -50,7 +50,6 @@ def verdict(version: str) -> str:
 
 
 def require() -> str:
-    """:func:`verdict` for the vLLM of this process. Without a version it passes as not tested."""
     return verdict(running())
 
 
@@ -75,23 +74,20 @@ def _is_before(version: str, other: tuple[int, int]) -> bool:
 
 
 def workers_tell_first(version: str) -> bool:
-    """Whether this vLLM asks the scheduler's half for statistics only after a worker has given
-    some."""
+    """Whether vLLM asks the scheduler's half for statistics only after a worker has given some."""
     return _is_before(version, ASKS_SCHEDULER)
 
 
 def keeps_groups(base: type) -> bool:
-    """Whether models with other groups than one of full attention can be kept: vLLM must tell
-    connectors at each step which blocks a request has in each group, and survive a load that
-    fails there. ``base``: vLLM's class of connectors."""
+    """Whether other groups than one of full attention can be kept: vLLM must tell connectors each
+    request's blocks by group at each step, and survive a load that fails there."""
     from vllm.v1.core.sched import output
 
     return hasattr(output, "KVConnectorBlockState") and hasattr(base, LOAD_RESULTS)
 
 
 def groups_base(base: type) -> type:
-    """Base of a connector that is given all groups: vLLM then makes windows as small as they
-    are, and gives them blocks of their own."""
+    """Base of a connector with all groups: vLLM gives windows small blocks of their own then."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
 
     found: type = connectors.SupportsHMA if keeps_groups(base) else object
@@ -99,9 +95,8 @@ def groups_base(base: type) -> type:
 
 
 def in_flight_tokens(vllm_config: Any) -> int:
-    """Most tokens of the steps in flight: vLLM keeps a window's blocks until a step that has
-    left them behind is over. A vLLM that does not say it keeps full attention alone, which needs
-    as many blocks in any case."""
+    """Most tokens of the steps in flight, until whose end vLLM keeps a window's blocks. A vLLM that
+    does not say it keeps full attention alone, which needs as many blocks in any case."""
     in_one_step = vllm_config.scheduler_config.max_num_batched_tokens
     return int(getattr(vllm_config, "max_in_flight_tokens", in_one_step))
 
@@ -155,11 +150,8 @@ def log_like_vllm(level: str) -> None:
 
 def set_failure_policy(vllm_config: Any) -> None:
     """Make vLLM compute a request whose cached KV cannot be loaded: vLLM takes its blocks back and
-    starts the request again.
-
-    That is right in every mode, because kvtier loads into blocks of requests that wait: nothing has
-    been planned or computed over them. vLLM's own default ends such a request with an error.
-    """
+    starts the request again. kvtier loads into blocks of requests that wait, so nothing has been
+    planned or computed over them. vLLM's own default ends such a request with an error."""
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         transfer.kv_load_failure_policy = "recompute"

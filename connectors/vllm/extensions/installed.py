@@ -32,8 +32,8 @@ _COUNTS = "extension_"
 
 
 def installed(named: Any, tools: Tools) -> tuple[Extension, ...]:
-    """The extensions that the configuration names, in its order. ``named``: the keys of each by its
-    name. Raises ConfigError for one that is not installed, or cannot be made."""
+    """Named extensions, in the configuration's order. ``named``: keys of each by its name. Raises
+    ConfigError for one that is not installed, or cannot be made."""
     if not isinstance(named, Mapping):
         raise ConfigError(
             f"extensions={named!r} ({_WHERE}): expected the keys of each extension by its name, "

@@ -31,8 +31,7 @@ def engine_name(fingerprint: bytes, device: str) -> str:
 
 
 class Learning(Extension):
-    """``engine``: see :func:`engine_name`. ``paces``: the tiers' by place. ``clock``: monotonic
-    seconds."""
+    """``engine``: see :func:`engine_name`. ``paces``: by place. ``clock``: monotonic seconds."""
 
     def __init__(
         self,
@@ -51,8 +50,7 @@ class Learning(Extension):
         self._prefill = Prefill()
 
     def begin_with(self, planned: Prefill) -> Prefill:
-        """The engine's load policy begins with it and learns. A measurement of an earlier start
-        is better than a plan."""
+        """An earlier start's measurement, which is better than the plan, or the plan."""
         speed = self._learnt.engines.get(self._engine)
         known = Prefill(PrefillTime(*speed), Certainty.REMEMBERED) if speed else planned
         self._prefill = known

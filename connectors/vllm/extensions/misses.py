@@ -23,8 +23,6 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 class Misses(Extension):
-    """Counts for vLLM's metrics, and warns when nothing is ever hit."""
-
     def __init__(self, store: KVStore, geometry: Geometry, clock: Callable[[], float]) -> None:
         self._geometry = geometry
         self._first = FirstChunks()
@@ -49,8 +47,7 @@ class Misses(Extension):
         return False
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        """Every piece of the anchors from ``prompt.claim.begin`` on is loaded, declined or
-        missing."""
+        """Count every piece of the anchors from ``prompt.claim.begin`` on."""
         request, claim, geometry = prompt.request, prompt.claim, self._geometry
         size = geometry.chunk_tokens
         if request.num_tokens < size:
@@ -99,7 +96,7 @@ class Misses(Extension):
         declined: Mapping[str, int],
         missed: tuple[str, int],
     ) -> None:
-        """From chunk ``start`` on: ``places`` of loaded chunks, then declined, then missing
+        """Count from chunk ``start`` on: ``places`` of loaded chunks, declined, then missing
         ones."""
         why, short = missed
         self._counts.update(f"loaded_{place}" for place in places)
@@ -118,7 +115,7 @@ class Misses(Extension):
         self._check()
 
     def counts(self) -> dict[str, int]:
-        """Since the last call: chunks as ``loaded_<place>``, ``declined_<reason>`` and
+        """Chunks since the last call as ``loaded_<place>``, ``declined_<reason>`` and
         ``missed_<reason>``, and :data:`ZERO_HITS` as 1 or 0 when it has changed."""
         counts = dict(self._counts)
         self._counts.clear()

@@ -38,8 +38,8 @@ _MOST_RECORDS = 4096
 _MOST_FILES = 4096
 _MOST_BEGUN = 1024
 _SETTLED_S = 2.0
-"""A file that changed this shortly before it was read could change again within the same tick of
-a coarse clock, so its digest is not kept."""
+"""A file that changed this shortly before it was read could change again within the same tick of a
+coarse clock, so its digest is not kept."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _DOES_NOT = re.compile(
     r"""
@@ -52,8 +52,8 @@ _DOES_NOT = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""Names of files that do not decide the bytes of a chunk: tokens are in its name themselves, and
-the rest is read by people, trainers or other frameworks."""
+"""Files that do not decide a chunk's bytes: its name has tokens themselves, and the rest is read by
+people, trainers or other frameworks."""
 
 
 class DigestError(Exception):
@@ -61,10 +61,9 @@ class DigestError(Exception):
 
 
 def content_files(place: Path, *, configured: bool = True) -> list[Path]:
-    """The files at ``place`` that decide, sorted: all of a folder and of those below it, but for
-    hidden ones, :data:`_DOES_NOT`, and weights in folders below. ``configured``: vLLM's own
-    configuration object names config.json. Raises DigestError for a folder that cannot be listed,
-    or that has more than 4,096 of them."""
+    """Sorted files at ``place`` that decide: all of a folder and below, but for hidden ones,
+    :data:`_DOES_NOT`, and weights below. ``configured``: vLLM's configuration object names
+    config.json. Raises DigestError for a folder that cannot be listed or has more than 4,096."""
     if place.is_file():
         return [place]
     found = list[Path]()
@@ -110,8 +109,8 @@ class FileDigests:
         self._lane: Lane | None = None
 
     def begin(self, files: Sequence[Path], base: Path) -> Future[str]:
-        """The hex digest of names below ``base`` and contents, made once for the same files as
-        they are now. The Future raises DigestError, as does this when a file is not there."""
+        """The hex digest of names below ``base`` and contents, made once for files as they are now.
+        Raises DigestError, as the Future does, when a file is not there."""
         try:
             state = json.dumps(stamp(files))
         except OSError as error:
@@ -192,8 +191,8 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _alone(self, record: Path) -> Iterator[bool]:
-        """Two engines that start at once make a digest once: the second one waits for the first.
-        Gives whether records can be written."""
+        """The second of two engines that start at once waits for the first, so that a digest is
+        made once. Gives whether records can be written."""
         assert self._folder is not None
         lock = None
         with contextlib.suppress(OSError):

@@ -175,7 +175,6 @@ SECTIONS = {
     "draft_parallel_config": "parallel_config",
     "draft_load_config": "load_config",
 }
-"""Fields whose object is of another section's kind."""
 
 
 def _table(text: str) -> frozenset[str]:
@@ -267,7 +266,7 @@ ENVIRONMENT_DOES_NOT = {
     *(f"VLLM_{name}" for name in _VLLM_DOES_NOT.split()),
     *_LIBRARIES_DO_NOT.split(),
 }
-"""Places, addresses, secrets, threads, logs, limits of requests, what the fields above say as
-well, and what vLLM's import sets itself, in some processes and not in others."""
+"""Places, addresses, secrets, threads, logs, limits of requests, what fields above say as well, and
+what vLLM's import sets in some processes only."""
 OF_OTHERS = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT\w*|_PORT|_PORT_\d+_\w+)|TORCH_(NCCL|FR)_.*")
-"""Names, as a whole, that a cluster gives every container, and those of a library of messages."""
+"""Names that a cluster gives every container, and those of a library of messages."""

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 _MOST_NAMES = 1 << 16
-"""More than vLLM's cache of encoded media has room for: what is forgotten here is forgotten
-there."""
+"""More than vLLM's cache of encoded media has room for, so that both forget alike."""
 _MOST_DEPTH = 4
 
 
@@ -24,8 +23,7 @@ class MediaNames:
     """Digests of the media of one engine's requests. One thread uses it.
 
     vLLM's cache of encoded media goes by vLLM's own name of an item. So when one name comes with
-    two contents, it is unknown which of them the model gets, and neither is named any more.
-    """
+    two contents, it is unknown which of them the model gets, and neither is named any more."""
 
     def __init__(self) -> None:
         self._start = secrets.token_hex(16)
@@ -33,9 +31,9 @@ class MediaNames:
         """By vLLM's name, the one asked for last at the end."""
 
     def name(self, feature: Any) -> str | None:
-        """The name of an item by its content. Where that cannot be read here (it is on a GPU, or
-        in memory that only workers map), vLLM's name with a word of this start. None: what has
-        this name in vLLM is unknown, so the request must not be cached."""
+        """Digest of an item's content. Where it cannot be read here (it is on a GPU, or in memory
+        that only workers map), vLLM's name with a word of this start. None: the request must not be
+        cached, because vLLM's name has two contents."""
         known = self._known.get(feature.identifier)
         if known is None or feature.data is None or known.seen() is not feature.data:
             digest = digest_of(feature.data)
@@ -66,8 +64,8 @@ class _Item(NamedTuple):
 
 
 def digest_of(data: Any) -> str:
-    """Hex digest of processed media: names, shapes, types and all bytes of tensors. "" for what
-    this process cannot read, such as the number of a place in memory that workers share."""
+    """Hex digest of processed media: names, shapes, types and bytes of tensors. "" for what this
+    process cannot read, such as the number of a place in memory that workers share."""
     digest = _new()
     try:
         _add(digest, data, 0)
