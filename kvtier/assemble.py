@@ -51,9 +51,8 @@ _NAMESPACE_BYTES = 8
 
 
 class Lent(NamedTuple):
-    """For a Store of a server, which shares its budgets with others: see
-    :mod:`kvtier.store.sharing`. Other engines map its pool, and parts of it go back to
-    the host while it is in use: it does not lie in reserved huge pages."""
+    """For a Store of a server, which shares its budgets with others (:mod:`kvtier.store.sharing`).
+    Other engines map its pool, parts of which go back to the host: no reserved huge pages."""
 
     lent: bool
     """The others have all of RAM and tiers at the start."""
@@ -69,8 +68,7 @@ def assemble(
     before a ConfigError or TierError is closed again.
 
     ``replica`` (data parallel index) keeps replicas' files apart. ``compute``: what hits save of
-    the engine's model. None: of a typical one.
-    """
+    the engine's model. None: of a typical one."""
     server = started.config.server
     if server.here:
         return Client(started.access(server.here, layout), server.timeout_ms / 1000)
@@ -102,7 +100,7 @@ def _refuse_other_hosts(
     addresses: Sequence[str], names: Sequence[bytes], told: Sequence[AbstractSet[bytes]]
 ) -> None:
     """Raises ConfigError for addresses of one server, and where a host's workers found another one.
-    ``names``: what the servers are called. Empty: they are not there yet."""
+    ``names``: of the servers. Empty: they are not there yet."""
     for host, (address, name, found) in enumerate(zip(addresses, names, told, strict=True)):
         if name and name in names[:host]:
             raise ConfigError(
@@ -126,8 +124,7 @@ def assemble_store(
     shared: Lent | None = None,
     compute: SavedCompute | None = None,
 ) -> Store:
-    """:func:`assemble` for a process that has the chunks itself. A server, if there is one, is on
-    another host."""
+    """:func:`assemble` for a process with chunks of its own. A server is one on another host."""
     config = started.config
     slots = started.ram_bytes // layout.slot_bytes
     if slots < 1:
@@ -180,7 +177,7 @@ def assemble_store(
 
 
 def paces(store: KVStore, config: Config) -> dict[str, Pace]:
-    """The pace of each tier that this process has itself, by its place and the size of chunks."""
+    """The pace of each of this process's own tiers, by its place and the size of chunks."""
     at = {name: masked(config.value(tier.place)) for name, tier in TIERS.items()}
     at[REMOTE] = config.server.address
     size = store.pool.slot_bytes if store.pool is not None else 0
@@ -205,7 +202,6 @@ class _Lower(NamedTuple):
 
 
 def _lower(started: Started, layout: ChunkLayout, around: Opening, *, remote: bool) -> list[_Lower]:
-    """The configured tiers, fastest first. ``remote``: a server on another host is one of them."""
     found = [
         _Lower(tier.name, own.latency_s, partial(tier.open, own, around), own.daily_writes())
         for tier, own in started.tiers
@@ -256,8 +252,7 @@ def write_budgets(
     tiers: Sequence[tuple[RegisteredTier, TierSection]],
     lock: AbstractContextManager[object] | None = None,
 ) -> dict[str, WriteBudget]:
-    """Budgets of writes to each tier that has a limit. With a ``lock`` it may be several
-    Stores'."""
+    """Budgets of writes to tiers that have a limit. Stores share them with a ``lock``."""
     return {
         tier.name: WriteBudget(limit, 0, lock)
         for tier, own in tiers

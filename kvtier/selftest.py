@@ -73,7 +73,7 @@ def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
 
 
 def try_ram() -> str:
-    """Fill slots here. Have them mapped and compared by another process, as a worker does."""
+    """Have slots mapped and compared by another process, as a worker does."""
     try:
         pool = Pool(CHUNKS, SLOT_BYTES)
     except KVTierError as error:

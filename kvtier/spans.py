@@ -20,7 +20,6 @@ from kvtier.core.errors import ConfigError
 
 Tokenize = Callable[[str], Sequence[int]]
 Part = str | Sequence[int]
-"""A text, or the token ids of one."""
 Order = Literal["given", "stable"]
 
 _ENCODE = "such as lambda text: tokenizer.encode(text, add_special_tokens=False)"
@@ -66,8 +65,7 @@ def compose(
 
     ``tokenize`` adds no special tokens: those belong in ``anchor``. Each part is a text or a list
     of token ids, which is taken as it is. Raises ConfigError for an empty part, a ``tokenize`` that
-    adds tokens of its own, and an unknown order.
-    """
+    adds tokens of its own, and an unknown order."""
     if order not in get_args(Order):
         known = " or ".join(get_args(Order))
         raise ConfigError(f"order={order!r}: expected {known}")
@@ -133,7 +131,6 @@ def _tokens(tokenize: Tokenize, part: Part, what: str) -> list[int]:
 
 
 def _ids(given: Sequence[int], what: str) -> list[int]:
-    """The token ids as a list. Raises ConfigError for anything else. It begins with ``what``."""
     if isinstance(given, str | bytes):
         raise ConfigError(f"{what} is a text: expected token ids; tokenise it first, {_ENCODE}")
     try:

@@ -61,8 +61,8 @@ class Started:
 
     @cached_property
     def encryption_key(self) -> bytes | None:
-        """The key of encryption at rest, or None without one. A key of another form, two keys, and
-        a missing library are errors."""
+        """The key of encryption at rest, or None. A key of another form, two keys, and a missing
+        library are errors."""
         given, source = encryption_key(), ENCRYPTION_KEY
         file = self.config.engine.encryption_key_file
         if file is not None:
@@ -125,8 +125,7 @@ class Started:
 
     @cached_property
     def _sized(self) -> Started:
-        """Sizes that are not set, decided once: later the first Store has most of what is to be
-        divided."""
+        """Sizes that are not set, before the first Store takes most of what is to be divided."""
         sections: dict[str, ConfigSection] = {
             "ram": replace(self.config.ram, bytes_=self.ram_bytes)
         }
@@ -139,14 +138,12 @@ class Started:
         return other
 
     def nvme_folder(self, replica: int = 0) -> Path | None:
-        """Of an engine's NVMe tier, for which it may have to wait. None: it has no such tier
-        itself."""
+        """Folder of an engine's NVMe tier, for which it may have to wait. None: no such tier."""
         nvme = self.config.nvme
         return nvme.folder(replica) if nvme.configured and places(self.config) else None
 
     def require_record(self) -> None:
-        """The folder of recordings can be written. With a server on this host the server
-        records."""
+        """Raises ConfigError for a folder that cannot be written. A server here has its own."""
         if self.config.engine.record is not None and not self.config.server.here:
             RecordFolder(Path(self.config.engine.record)).close()
 
@@ -155,8 +152,7 @@ class Started:
         return {tier.name: partial(tier.away, own) for tier, own in self.tiers}
 
     def try_server_start(self) -> dict[str, str]:
-        """Places that a server cannot reach now, in words, by subject, within a few seconds at
-        most. Raises TierError too."""
+        """Troubles in words, by subject, within seconds. Raises TierError too."""
         self.encryption_key  # noqa: B018 - it raises
         require_ram(self.ram_bytes, source=self.config.ram.source("bytes_"), lent=True)
         slot_bytes = self.config.server.slot_bytes
@@ -168,8 +164,7 @@ class Started:
         return _away(self.looks())
 
     def try_engine_start(self) -> dict[str, str]:
-        """:meth:`try_server_start` for an engine. The tiers of a server on this host are the
-        server's. Sizes that auto-config decides are not tried."""
+        """:meth:`try_server_start` without a server's tiers, and without auto-config's sizes."""
         tried: dict[str, Callable[[], str]] = {"server": self._try_servers}
         if places(self.config):
             self.encryption_key  # noqa: B018 - it raises
@@ -179,8 +174,7 @@ class Started:
         return _away(tried)
 
     def _try_servers(self) -> str:
-        """Why the server, or one of those of several hosts, cannot be used for now. One that does
-        not let us in is an error: waiting does not mend that."""
+        """Why a server cannot be used for now. One that does not let us in is an error."""
         said = list[str]()
         for address in self.config.server.addresses:
             try:
@@ -208,7 +202,7 @@ def _away(tried: Mapping[str, Callable[[], str]]) -> dict[str, str]:
 
 
 def _process_name(layout: ChunkLayout) -> str:
-    """For people at a server: the model, and which process it is. Of a long name the end."""
+    """For people at a server: the model, or the end of its long name, and this process."""
     name = f"process {os.getpid()}"
     most = wire.NAME_LETTERS
     return f"{layout.model[2 + len(name) - most :]}, {name}" if layout.model else name

@@ -74,8 +74,7 @@ def line(finding: Finding) -> str:
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """All findings, the configuration's first. When the configuration cannot be read, the rest is
-    checked with the defaults."""
+    """The configuration's findings, then the others', by the defaults where it cannot be read."""
     try:
         config = load(arguments.config, flags=given_keys(arguments), ranks=arguments.ranks)
         given = ", ".join(f"{key} ({source})" for key, source in config.sources.items())
@@ -122,8 +121,7 @@ def tiers(started: Started) -> Iterator[Finding]:
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of one check. An error that it did not foresee is a finding too, so that the
-    other checks still run."""
+    """One check's findings, or the error that it did not foresee, so that the others still run."""
     try:
         yield from look()
     except Exception as error:  # noqa: BLE001 - doctor reports faults and must not fail of them

@@ -76,8 +76,7 @@ class _HelpAll(argparse.Action):
 
 
 def given_keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Flat name -> what was typed, for the keys that were given. Relative paths are below the
-    current folder."""
+    """Flat name -> what was typed. Relative paths are below the current folder."""
     given = vars(arguments).items()
     return typed(
         {

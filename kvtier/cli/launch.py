@@ -80,8 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the engine. It returns only for ``--print``. Raises ConfigError for what cannot work,
-    before the engine starts."""
+    """Become the engine. Returns only for ``--print``. Raises ConfigError for what cannot work."""
     files = {"KVTIER_CONFIG_FILE": arguments.config, PROPERTIES_VARIABLE: arguments.properties}
     more = {name: os.path.abspath(path) for name, path in files.items() if path}
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
@@ -124,8 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def refuse_chunks(arguments: Sequence[str], engine: EngineSection) -> None:
-    """Raises ConfigError for chunks that no block of the engine fits. vLLM's own choice of a block,
-    where the command names none, is a multiple of 16."""
+    """Raises ConfigError for chunks that no block of the engine fits. Where the command names no
+    block, vLLM's own choice is a multiple of 16."""
     given = value(arguments, "--block-size") or ""
     block = int(str(given)) if str(given).isdecimal() and int(str(given)) else _USUAL_BLOCK_TOKENS
     if engine.chunk_tokens % block:
@@ -137,8 +136,8 @@ def refuse_chunks(arguments: Sequence[str], engine: EngineSection) -> None:
 
 
 def tried(started: Started, *, wait: bool) -> Iterable[str]:
-    """Places that the engine will not reach at first, in words. Raises ConfigError or TierError for
-    a fault that waiting does not repair. ``wait``: for a process that still has the NVMe folder."""
+    """Places that the engine will not reach at first. Raises ConfigError or TierError for a fault
+    that waiting does not repair. ``wait``: for a process that still has the NVMe folder."""
     auto, server = started.config.engine.auto, started.config.server.address
     # auto-config checks its own sizes, and a server has the RAM tier of its engines
     if not (auto or server):
@@ -155,15 +154,14 @@ def tried(started: Started, *, wait: bool) -> Iterable[str]:
 
 
 def shares_server(command: Command, server: ServerSection) -> bool:
-    """Whether the engine has several ranks on this host that would each make a store of their own.
-    Not where the command names the connector itself, because its settings count then."""
+    """Whether several ranks on this host would each make a store. False where the command names the
+    connector itself, because its settings count then."""
     told = server.address is not None or named_connector(command.arguments) is not None
     return not told and ranks.local_ranks(command.arguments) > 1
 
 
 def ranks_in_words(command: Command, server: ServerSection, *, shares: bool) -> str:
-    """A line about several ranks on this host. ``shares``: they get a server. Empty: there are
-    none, or a server is named."""
+    """A line about several ranks here. Empty: there are none, or a server is named."""
     count = ranks.local_ranks(command.arguments)
     if shares:
         return f"{count} data-parallel ranks share a server"
@@ -176,8 +174,8 @@ def ranks_in_words(command: Command, server: ServerSection, *, shares: bool) -> 
 
 
 def with_connector(command: Command, found: Installed) -> list[str]:
-    """The command to run. The ``vllm`` command of the CPU wheel looks for a distribution called
-    ``vllm`` and fails, so there the server is run as a module."""
+    """The command to run. The CPU wheel's ``vllm`` command looks for a distribution called ``vllm``
+    and fails, so there the server is run as a module."""
     program, arguments = command.program, command.arguments
     if found.package != "vllm" and program[1:] == ["serve"]:
         program = [command.python, "-m", API_SERVER]

@@ -23,7 +23,7 @@ from kvtier.core.terminal import size_text
 _OPERATOR_ERROR = 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE
 _INTERRUPTED = 128 + signal.SIGINT
-"""The exit status that a shell shows for a program that was ended by that signal."""
+"""A shell's exit status of a program that this signal ended."""
 
 
 class VersionCommand:
@@ -116,8 +116,8 @@ COMMANDS = {
     ),
     "version": ("print kvtier's version", "kvtier.cli.main:VersionCommand"),
 }
-"""Words on the command line -> (help, what has ``add_arguments``, which declares the flags, and
-``run``, which does the work and returns the exit status)."""
+"""Words on the command line -> (help, what has ``add_arguments`` and ``run``, which gives the
+status)."""
 _COMPLETING = "_ARGCOMPLETE"
 _LEAST_ADDRESS_BYTES = 512 << 20
 _ADDRESSES = (
@@ -127,9 +127,8 @@ _KEY_NAMED = {"record": "; recording is a key: engine.record, or --record FOLDER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit status; 2 for wrong input from the operator; 130 after ^C;
-    141 when the reader of standard output went away (``| head``), as for a program that was ended
-    by that signal."""
+    """Returns the exit status: 2 for wrong input from the operator, 130 after ^C, 141 when the
+    reader of standard output went away (``| head``), as for a program that a signal ended."""
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
@@ -219,8 +218,7 @@ def _told(what: str) -> int:
 
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
-    """Every parser by its words: the parser of the whole command (""), of groups (``bench``, which
-    needs a second word), and of commands."""
+    """Every parser by its words: "" (the whole command), groups such as ``bench``, commands."""
     root = Parser(prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0])
     root.add_argument("--version", action="version", version=_version())
     parsers: dict[str, argparse.ArgumentParser] = {"": root}

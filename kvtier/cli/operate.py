@@ -177,8 +177,7 @@ def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """Lines: what other sizes would have hit, which setting of the policy rules, and what the
-    others would have hit."""
+    """Lines: hits of other sizes, the setting of the policy that rules, and hits of the others."""
     for tier in size_class.tiers:
         if any(tier.what_if.values()):
             yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
@@ -199,8 +198,7 @@ def what_if(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def _other_sizes(tier: TierStatus, size: int) -> str:
-    """``ram of 64 GiB: +64 GiB = +7.0 points``: more first. Sizes that change nothing are left
-    out."""
+    """``ram of 64 GiB: +64 GiB = +7.0 points``, more first, without sizes that change nothing."""
     ratios = {float(scale): 100 * ratio for scale, ratio in tier.what_if.items()}
     most = max(ratios.values())
     enough = min(scale for scale, ratio in ratios.items() if most - ratio < _NOTHING)
@@ -257,8 +255,7 @@ def saved_compute(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def _misses(size_class: SizeClassStatus) -> Iterator[str]:
-    """Why chunks were computed, the most common reason first. Then what the audit found, and why
-    there are no hits at all."""
+    """Reasons why chunks were computed, the most common first, the audit's finds, and zero hits."""
     counts = Counter(size_class.missed) + Counter(size_class.declined)
     if counts:
         whole = counts.total()

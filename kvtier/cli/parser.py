@@ -11,8 +11,7 @@ _CUTOFF = 0.6
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints all of the usage before an error, which some commands have on a screen, and
-    takes the beginning of a flag for the flag."""
+    """argparse prints a screen of usage before an error, and takes a flag's beginning for it."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})

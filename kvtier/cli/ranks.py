@@ -51,8 +51,8 @@ def local_ranks(arguments: Sequence[str]) -> int:
 
 
 def start(env: Mapping[str, str]) -> str:
-    """Start a server and its supervisor, which end with this process. Returns the server's address
-    when engines can connect. Raises ConfigError when the server does not start."""
+    """Start a server and its supervisor, which end with this process. Returns its address when
+    engines can connect. Raises ConfigError when the server does not start."""
     folder = tempfile.mkdtemp(prefix="kvtier-ranks-")
     address = f"unix://{folder}/kvtier.sock"
     start_at([address], env, folder)
@@ -60,8 +60,7 @@ def start(env: Mapping[str, str]) -> str:
 
 
 def start_at(listen: Sequence[str], env: Mapping[str, str], folder: str = "") -> None:
-    """:func:`start`, where the server listens at these addresses, the first of which is a socket.
-    ``folder`` is removed at the end."""
+    """:func:`start` at these addresses, first a socket. ``folder`` is removed at the end."""
     path = listen[0].removeprefix("unix://")
     supervisor = processes.start(
         processes.python(sys.executable, "-m", __name__, str(os.getpid()), folder, *listen),
@@ -153,8 +152,8 @@ def _number(arguments: Sequence[str], names: Sequence[str]) -> int:
 
 
 def listens_at(arguments: Sequence[str], server: ServerSection) -> list[str]:
-    """Where the server of this node listens: its socket, and what the first node asks it by. Empty:
-    the engine's hosts have not a server each. Raises ConfigError where this node has none."""
+    """Addresses of this node's server: its socket, and what the first node asks it by. Empty: the
+    hosts have not a server each. Raises ConfigError where this node has none."""
     (count, rank), servers = nodes(arguments), server.addresses
     if count == 1 or len(servers) < 2:
         return []
@@ -168,7 +167,7 @@ def listens_at(arguments: Sequence[str], server: ServerSection) -> list[str]:
 
 def start_here(listen: Sequence[str], env: Mapping[str, str]) -> str:
     """Start this node's server, which ends with this process, unless one answers at its socket.
-    Returns what was done, in words. Raises ConfigError when it does not start."""
+    Returns what was done. Raises ConfigError when it does not start."""
     if answers(listen[0].removeprefix("unix://")):
         return f"this host's server at {listen[0]} runs already"
     start_at(listen, env)

@@ -115,8 +115,7 @@ def status_text(server: Server) -> str:
 async def _beside(
     started: Started, surfaces: Sequence[Beside], away: Mapping[str, str], server: Server
 ) -> AsyncIterator[None]:
-    """Record, run the admin interface, and retry from time to time what the start could not
-    reach."""
+    """Record, run the admin interface, and retry what the start could not reach."""
     for name, why in away.items():
         server.trouble[name] = (
             f"{name} cannot be reached: its chunks are misses until it can; the log says more"
@@ -135,8 +134,7 @@ async def _beside(
 
 
 async def _look_again(started: Started, server: Server, name: str) -> None:
-    """Retry until a tier can be used. It runs on the lane where stores are opened,
-    which is otherwise idle."""
+    """Retry until a tier can be used, on the lane where stores are opened, which is mostly idle."""
     said = ""
     while name in server.trouble:
         await asyncio.sleep(_LOOK_AGAIN_S)
@@ -154,8 +152,8 @@ async def _look_again(started: Started, server: Server, name: str) -> None:
 
 
 def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
-    """The observer that notes prompts for the folder ``record``, and the writer of its notes.
-    Raises ConfigError, and ModuleNotFoundError without the extra ``server``."""
+    """The observer and the writer of notes in the folder ``record``. Raises ConfigError, and
+    ModuleNotFoundError without the extra ``server``."""
     if record is None:
         return (), lambda server: nullcontext()
     from kvtier.server.recording import recording
@@ -166,11 +164,9 @@ def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
 
 
 def admin_surface(config: Config, engines: EngineIndex) -> Beside:
-    """The server of the key ``admin``.
-
-    A taken port or a missing library is a ConfigError where the interface was asked for by name.
-    Else it is trouble and a port is tried again: a cache must not fail for its gauges.
-    """
+    """The server of the key ``admin``. A taken port or a missing library is a ConfigError where the
+    interface was asked for by name. Else it is trouble and a port is tried again: a cache must not
+    fail for its gauges."""
     admin = config.admin
     if admin.address == "off":
         if admin.engines is not None:
@@ -200,7 +196,6 @@ async def _surface_later(
 
 
 async def _try_surface(make: Callable[[], Beside], server: Server) -> None:
-    """Until it is cancelled."""
     while True:
         await asyncio.sleep(_LOOK_AGAIN_S)
         with suppress(ConfigError):
@@ -228,9 +223,8 @@ def _admin_surface(config: Config, engines: EngineIndex) -> Beside:
 
 
 class Stores:
-    """Opens the Store of one size class. It has all of RAM, and NVMe in a folder of its own. In
-    Redis it shares chunks with the size classes of other servers that have the same slot size. For
-    one thread."""
+    """Opens one size class's Store, with all of RAM and its own NVMe folder. Redis' chunks are
+    shared with other servers' classes of the same slot size. For one thread."""
 
     def __init__(self, started: Started, observers: tuple[Observer, ...] = ()) -> None:
         self._started, self._observers = started, observers
@@ -250,7 +244,7 @@ class Stores:
 
 
 def kept_sizes(nvme: NvmeSection) -> list[int]:
-    """The slot sizes of which ``nvme_path`` has folders from before, the one used last first."""
+    """Slot sizes of folders from before in ``nvme_path``, the one used last first."""
     folders = Path(nvme.path).glob(SIZE_FOLDERS) if nvme.path else ()
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
@@ -258,8 +252,7 @@ def kept_sizes(nvme: NvmeSection) -> list[int]:
 
 
 def discard_closed(nvme: NvmeSection, slot_bytes: int) -> None:
-    """Remove the NVMe folder of a size class that is closed. Best effort: a folder in use belongs
-    to somebody else."""
+    """Remove a closed size class's NVMe folder. Best effort: one in use is somebody else's."""
     if nvme.path:
         with suppress(TierError):
             discard(Path(str(nvme.for_slots(slot_bytes).path)))

@@ -61,8 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def effective(started: Started, key: str) -> Any:
-    """The value that an engine started here and now would use. None where it has none, or gets it
-    from elsewhere."""
+    """The value of an engine started here and now. None: it has none, or gets it elsewhere."""
     value = masked(started.config.value(key))
     if value is not None or _elsewhere(started.config, key):
         return value
@@ -73,8 +72,7 @@ def effective(started: Started, key: str) -> Any:
 
 
 def _elsewhere(config: Config, key: str) -> str:
-    """The process that decides about a key that is not set, where this configuration alone does
-    not. Empty where it does."""
+    """The process that decides about a key that is not set. Empty: this configuration does."""
     if key == "ram_bytes" and config.server.here:
         return "the server's"
     section = KEYS[key].section

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 
 class Surface:
-    """One server's admin interface. Raises TierError when it cannot be reached, and ConfigError
-    when it refuses."""
+    """Raises TierError when the server cannot be reached, and ConfigError when it refuses."""
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +40,7 @@ class Surface:
         )
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """The one of the flags of :func:`add_arguments`, and of the configuration where they are
-        not given."""
+        """The one of :func:`add_arguments`' flags, else the configuration's."""
         flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
         config = load(arguments.config, flags=typed(flags))
         if config.admin.address == "off":
@@ -65,9 +63,8 @@ class Surface:
         return self._token is not None
 
     def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
-        """GET, or POST with a body. With a token the request is signed, and an answer that is not
-        signed is not believed. The token itself is never sent, because anybody may have taken the
-        port."""
+        """GET, or POST with a body. With a token the request is signed, and an unsigned answer is
+        not believed. The token itself is never sent, because anybody may have taken the port."""
         sent = None if body is None else msgspec.json.encode(body)
         headers, answer, text = self._exchanged(path, sent)
         start = answer.headers.get(admin_proof.START_HEADER, "")

@@ -65,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError where ``rich`` is missing, and TierError when no server answers at
-    first."""
+    """Raises ConfigError without ``rich``, and TierError when no server answers at first."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -266,7 +265,6 @@ def _table(*heads: str) -> Table:
 
 
 def _same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | None:
-    """The same chunk size before, if it has the same tiers."""
     sizes = before.size_classes if before else ()
     old = next((each for each in sizes if each.slot_bytes == one.slot_bytes), None)
     return old if old is not None and len(old.tiers) == len(one.tiers) else None

@@ -28,8 +28,7 @@ _STILL = ("--enable-sleep-mode", CUMEM)
 
 
 class Command(NamedTuple):
-    """``arguments`` are vLLM's, after ``program``. ``python`` is the interpreter that will run
-    it."""
+    """``arguments`` are vLLM's, after ``program``. ``python`` is the interpreter that runs it."""
 
     program: list[str]
     arguments: list[str]
@@ -67,10 +66,8 @@ def _interpreter(script: str) -> str:
 
 
 def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
-    """A log line about the connector that the command names itself.
-
-    Raises ConfigError when that connector is not kvtier's, because an engine has one connector.
-    """
+    """A log line about the connector that the command names itself. Raises ConfigError when it is
+    not kvtier's, because an engine has one connector."""
     if value(arguments, _OWN_OFFLOADING) is not None:
         raise _own_offloading(_OWN_OFFLOADING)
     given = named_connector(arguments)
@@ -96,9 +93,8 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
 
 
 def recomputing(arguments: Sequence[str]) -> list[str]:
-    """vLLM's arguments, with the failure policy that is right for kvtier where kvtier is one of
-    several connectors. A connector alone sets the policy itself. For a MultiConnector only vLLM's
-    own configuration sets it. A policy that the command gives stays."""
+    """vLLM's arguments, with kvtier's failure policy where kvtier is one of a MultiConnector's:
+    only a connector alone sets the policy itself. A policy that the command gives stays."""
     given = named_connector(arguments)
     if given is None or not _is_beside(given) or _POLICY in given:
         return list(arguments)
@@ -130,16 +126,15 @@ def _without_transfer(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_own_offloading(env: Mapping[str, str]) -> None:
-    """Raises ConfigError where LMI's options ask for vLLM's own offloading, which LMI passes to
-    vLLM."""
+    """Raises ConfigError where LMI's options ask for vLLM's own offloading."""
     given = lmi.option("kv_offloading_size", env)
     if given is not None:
         raise _own_offloading(given.source)
 
 
 def refuse_expandable_segments(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raises ConfigError where vLLM refuses to start with any connector, because torch's allocator
-    may move the KV cache. vLLM looks at one variable, for these very letters."""
+    """Raises ConfigError where torch's allocator may move the KV cache: vLLM refuses to start with
+    any connector then. vLLM looks at one variable, for these very letters."""
     told = env.get(ALLOCATOR, "")
     if EXPANDABLE in told and not has_own_allocator(arguments):
         raise ConfigError(
@@ -161,9 +156,8 @@ def _own_offloading(source: str) -> ConfigError:
 
 
 def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
-    """The KV transfer configuration in vLLM's arguments or in its ``--config`` file, in each way in
-    which it may be written. None where there is none. Raises ConfigError when it names no
-    connector."""
+    """The KV transfer configuration of arguments or ``--config`` file, in each way to write it, or
+    None. Raises ConfigError when it names no connector."""
     dotted = {part: given for name, part, given in _flags(arguments) if name == TRANSFER_FLAG}
     if dotted.get("kv-connector"):
         return {"kv_connector": dotted["kv-connector"]}
@@ -174,8 +168,7 @@ def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
 
 
 def value(arguments: Sequence[str], flag: str) -> Any:
-    """The value of a vLLM flag on the command line or in the ``--config`` file. None where it is
-    not given."""
+    """Value of a vLLM flag on the command line or in the ``--config`` file, or None."""
     for name, part, given in _flags(arguments):
         if name == flag and not part:
             return given

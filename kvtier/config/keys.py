@@ -137,8 +137,7 @@ class ServerSection(ConfigSection):
 
     @property
     def here(self) -> str | None:
-        """Address of the server on this host whose tiers the engine uses. None: the engine has its
-        own."""
+        """Address of this host's server, whose tiers the engine uses. None: it has its own."""
         return next((one for one in self.addresses[:1] if one.startswith("unix:")), None)
 
 
@@ -168,8 +167,7 @@ _BEHIND_TIERS: tuple[type[ConfigSection], ...] = (ServerSection, AdminSection)
 
 
 class Remark(NamedTuple):
-    """A line about a configuration besides its values. ``level`` as in logging: a
-    warning is for what was asked for in vain."""
+    """A line about a configuration. ``level`` as in logging: a warning tells what is in vain."""
 
     level: int
     text: str
@@ -359,8 +357,7 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
 
 
 def places(config: Config) -> list[str]:
-    """Where an engine of this configuration keeps chunks itself, fastest first. Nowhere when a
-    server does."""
+    """Places where an engine itself keeps chunks, fastest first. None where a server does."""
     if config.server.here:
         return []
     lower = [(own.latency_s, tier.name) for tier, own in configured(config.tiers)]
@@ -370,6 +367,5 @@ def places(config: Config) -> list[str]:
 
 
 def default_ram_bytes(available: int) -> int:
-    """RAM tier when no size was given. ``available``: bytes that neither the host nor the cgroup
-    needs."""
+    """RAM tier's default. ``available``: bytes that neither the host nor the cgroup needs."""
     return min(available // 4, 32 * GIB)

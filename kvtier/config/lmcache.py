@@ -25,8 +25,7 @@ _OFF = (None, False, "", "false", "False")
 _SEED = "pythonhashseed"
 _SENTINEL_SERVICE = "redis_service_name"
 _BESIDE = (_SEED, _SENTINEL_SERVICE)
-"""Variables that are not keys of LMCache's but that it reads all the same. Their names have no
-prefix."""
+"""Variables without LMCache's prefix that are not its keys but that it reads all the same."""
 
 ENVIRONMENT_KEYS = (
     "chunk_size",
@@ -43,8 +42,7 @@ _NO_KEYS = ("LMCACHE_CONFIG_FILE",)
 
 
 class Note(NamedTuple):
-    """``ours``: the kvtier key that now has ``value``, if any. ``lost``: the configuration asks for
-    something that kvtier does not do."""
+    """``ours``: the kvtier key that has ``value``. ``lost``: kvtier does not do what is asked."""
 
     key: str
     given: object
@@ -70,8 +68,8 @@ def _lost(reason: str) -> _Mapped:
 
 
 def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
-    """One note for every key of an LMCache configuration, ``extra_config.<key>`` for each of its
-    parts. Raises ConfigError for a value that cannot be read."""
+    """One note for every key of an LMCache configuration, and each part of ``extra_config``. Raises
+    ConfigError for a value that cannot be read."""
     service = str(raw.get(_SENTINEL_SERVICE) or _USUAL_SERVICE)
     notes = [Note(key, value, *_explain(key, value, ranks)) for key, value in _flatten(raw)]
     notes = [_with_service(note, service) if note.ours == "redis_url" else note for note in notes]
@@ -85,8 +83,8 @@ def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
 
 
 def remarked(notes: Sequence[Note], shown: Callable[[str, object], object]) -> list[Remark]:
-    """One remark for each key. It is a warning where the key asks for what kvtier does not do.
-    ``shown`` takes a key and its value, and masks what may be a secret."""
+    """Warnings where kvtier does not do what a key asks for, else lines of level INFO. ``shown``
+    masks a key's value."""
     return [
         Remark(logging.WARNING if note.lost else logging.INFO, _text(note, shown)) for note in notes
     ]
@@ -100,9 +98,8 @@ def _text(note: Note, shown: Callable[[str, object], object]) -> str:
 
 
 def from_environment(env: Mapping[str, str], *, every: bool) -> dict[str, str]:
-    """LMCache's keys in the environment: those that it shares with files, or ``every`` one. What
-    goes with them is included: the seed (LMI sets both), and the name of Redis Sentinel's
-    service."""
+    """LMCache's keys in the environment: those that it shares with files, or ``every`` one, with
+    the seed (LMI sets both) and the name of Redis Sentinel's service."""
     if not every:
         keys = (*ENVIRONMENT_KEYS, _SENTINEL_SERVICE)
         return {key: env[variable(key)] for key in keys if env.get(variable(key))}
@@ -116,8 +113,7 @@ def variable(key: str) -> str:
 
 
 def is_known(key: str) -> bool:
-    """Whether this is a name of LMCache's. An error then hints at the variable for LMCache's
-    file."""
+    """Whether this is a name of LMCache's, so that an error hints at the variable for its file."""
     return key in _MAPPED or key in _ALWAYS_ON or key in _ONLY or key in _NOT_NEEDED
 
 
@@ -161,7 +157,6 @@ def _explain(key: str, value: object, ranks: int) -> _Mapped:
 
 
 def _unplaced(note: Note, place: str) -> Note:
-    """``place``: what ``local_disk`` names."""
     reason = f"not used: local_disk names {place}"
     return note._replace(ours=None, value=None, reason=reason, lost=True)
 
@@ -202,8 +197,7 @@ def _local_disk(key: str, value: object, ranks: int) -> _Mapped:
 
 
 def _folder(key: str, value: object, reason: str) -> _Mapped:
-    """In ``file://`` with two slashes the rest counts from the root too, because LMI's examples
-    write it so."""
+    """Two slashes after ``file:`` count from the root too, because LMI's examples have them."""
     text = str(value)
     path = "/" + text.removeprefix("file://").lstrip("/") if text.startswith("file://") else text
     if isinstance(value, bool) or "," in path or not path.startswith("/") or not path.strip("/"):
@@ -222,12 +216,11 @@ _REMOTE = {
     "redis-cluster": "redis+cluster",
     "redis-sentinel": "redis+sentinel",
 }
-"""LMCache's scheme -> ours."""
 _BY_KEY = {
     scheme: words for tier in TIERS.values() for scheme, words in tier.section.lmcache.items()
 }
-"""LMCache's scheme -> the key of the tier, which needs more than LMCache's URL says: a prefix that
-is kvtier's own, or the bytes that it may have."""
+"""LMCache's scheme -> the key of a tier that needs more than LMCache's URL says: its own prefix, or
+bytes that it may have."""
 _USUAL_SERVICE = "redismaster"
 
 
@@ -304,7 +297,7 @@ _NOT_NEEDED = frozenset(
         "use_layerwise",
     }
 )
-"""Keys that change no answer and no place: kvtier serves as well without them. LMCache itself has
-given up ``use_experimental``, which its tutorials still set."""
+"""Keys that change no answer and no place. LMCache itself has given up ``use_experimental``, which
+its tutorials still set."""
 
 _EVERY = sorted({*_MAPPED, *_ALWAYS_ON, *_ONLY, *_NOT_NEEDED})

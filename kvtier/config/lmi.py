@@ -51,8 +51,8 @@ def _properties(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
-    """A warning for each option that looks like one of LMI's for a cache, and is none. Raises
-    ConfigError when the properties file cannot be read."""
+    """A warning for each option that is nearly one of LMI's for a cache. Raises ConfigError when
+    the properties file cannot be read."""
     given = [(name, "option.") for name in _properties(env)]
     for name, form in [*given, *((name, "OPTION_") for name in env)]:
         own = name.removeprefix(form).lower()
@@ -64,8 +64,7 @@ def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
 
 
 def config_file(env: Mapping[str, str]) -> Option | None:
-    """``lmcache_config_file``. A relative path counts from the folder of the file that names it, as
-    in LMI."""
+    """``lmcache_config_file``, as in LMI from the folder of the file that names it."""
     given = option("lmcache_config_file", env)
     file = properties_file(env)
     if given is None or file is None or not given.source.startswith("option."):
@@ -75,8 +74,8 @@ def config_file(env: Mapping[str, str]) -> Option | None:
 
 def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark]:
     """Sizes come from one place, as in LMI: beside ``LMCACHE_CONFIG_FILE`` from auto-config, with a
-    warning. Raises ConfigError beside every other file, and when that one is not there. ``asked``:
-    who asks for auto-config. ``ours``: kvtier's own file, if any."""
+    warning. Raises ConfigError beside every other file, and when that one is not there. ``asked``
+    says by whom. ``ours``: kvtier's own file."""
     option, lmcaches = config_file(env), env.get("LMCACHE_CONFIG_FILE")
     named = str(ours) if ours else option.value if option else None
     if named is None and lmcaches and not Path(lmcaches).is_file():
@@ -102,8 +101,8 @@ def properties_file(env: Mapping[str, str]) -> Path | None:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Java's properties format: ``key=value``, ``key: value`` or ``key value``. ``#`` and ``!``
-    begin a comment, a backslash joins the next line."""
+    """Java's properties: ``key=value``, ``key: value`` or ``key value``. ``#`` and ``!`` begin a
+    comment, a backslash joins the next line."""
     found = {}
     for line in re.sub(r"(?<!\\)((?:\\\\)*)\\\r?\n[ \t]*", r"\1", text).splitlines():
         content = line.strip()

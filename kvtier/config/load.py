@@ -64,9 +64,8 @@ def load(
 
 
 def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """``flags`` as a person typed them at a shell: a relative path is below the current folder.
-    Files and engines must give absolute paths, because a reader cannot see which folder they are
-    relative to."""
+    """Relative paths of ``flags`` that a person typed, below the current folder. Files and engines
+    must give absolute paths, because a reader cannot see which folder they are relative to."""
     paths = {key for key, about in KEYS.items() if about.unit in ("file", "folder")}
     return {
         key: os.path.abspath(value) if key in paths and value else value
@@ -91,8 +90,7 @@ def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
 
 
 def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
-    """Whether the operator wants kvtier in the place of LMCache's connector. Raises ConfigError for
-    no flag."""
+    """Whether kvtier takes the place of LMCache's connector. Raises ConfigError for no flag."""
     given = (environment() if env is None else env).get(REPLACE_LMCACHE) or "false"
     try:
         return values.parse_flag(given)
@@ -101,8 +99,8 @@ def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
 
 
 def encryption_key() -> str | None:
-    """The environment's own encryption key, as given. An empty one is given too, and is no
-    key: a cache must not go in plain because a secret was not there."""
+    """The environment's encryption key as given. An empty one counts as given, and is no key: a
+    cache must not go in plain because a secret was not there."""
     return environment().get(ENCRYPTION_KEY)
 
 
@@ -120,9 +118,8 @@ def _auto_beside_a_file(
     env: Mapping[str, str],
     remarks: list[Remark],
 ) -> bool:
-    """Whether auto-config's sizes take the place of those in an LMCache file. Raises ConfigError
-    where the two may not meet. ``auto: true`` in a file of ours is that file's own wish, and a file
-    of ours without sizes leaves them to auto-config."""
+    """Whether auto-config's sizes replace an LMCache file's. Raises ConfigError where the two may
+    not meet. ``auto: true`` in a file of ours is that file's own wish, for sizes that it lacks."""
     asked = [given for given in above if given.key == "auto" and given.value is not None]
     if not asked or not _parse(*asked[-1]):
         return False
@@ -146,7 +143,6 @@ class _Given(NamedTuple):
 
 
 def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
-    """LMCache files that are named, the one that counts first."""
     own = env.get("LMCACHE_CONFIG_FILE")
     found = [lmi.Option(own, "environment LMCACHE_CONFIG_FILE")] if own else []
     option = lmi.config_file(env)
@@ -197,8 +193,7 @@ def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 _SERVICE_LINK = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-"""Variables that Kubernetes puts into every pod for a service called kvtier or kvtier-...: not ours
-to read."""
+"""Variables that Kubernetes gives every pod for a service called kvtier or kvtier-..."""
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
@@ -243,7 +238,7 @@ def _holds_a_password(key: str, value: object) -> bool:
 def _in_sections(
     content: Mapping[str, Any], source: str, remarks: list[Remark]
 ) -> Iterator[_Given]:
-    """The keys of a file. A flat name is an old one, and is told its new one."""
+    """The keys of a file. A flat name is an old one, whose new one a remark tells."""
     seen = set[str]()
     for key, value in content.items():
         if key in SECTIONS and (value is None or isinstance(value, Mapping)):
@@ -275,7 +270,6 @@ def _in_section(section: str, content: Mapping[Any, Any], source: str) -> Iterat
 
 
 def _of_section(section: str) -> dict[str, Key]:
-    """Its keys by their names within it."""
     return {key.name: key for key in KEYS.values() if key.section == section}
 
 

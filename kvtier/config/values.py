@@ -114,8 +114,7 @@ _URLS = [
 
 
 def masked(value: object) -> object:
-    """``value`` without what may be a password. Of a tier's URL that holds one, what was understood
-    of it stays, or its scheme."""
+    """``value`` without passwords. Of a tier's URL with one, only what was understood stays."""
     if not isinstance(value, str) or _is_streams(value):
         return value
     for url in _URLS:
@@ -140,9 +139,9 @@ _LONGEST_SHOWN, _SHORTEST_SECRET = 200, 16
 
 
 def shown(name: str, value: object, unit: str = "") -> object:
-    """``value`` as it may stand in a log line or an error. It is masked, and cut where it is long.
-    What looks like a secret is hidden: one that was given in the place of a file, or under a
-    ``name`` of another package's (``unit`` is empty then)."""
+    """``value`` for a log line or an error: masked, cut where it is long, and hidden where it looks
+    like a secret that was given in the place of a file, or under a ``name`` of another package's
+    (``unit`` is empty then)."""
     if isinstance(value, Mapping | list | tuple | set):
         return f"({type(value).__name__})"
     text = masked(value)

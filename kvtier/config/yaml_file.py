@@ -56,8 +56,7 @@ class _Refusal(Exception):  # noqa: N818 - it never leaves this file
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops at the first node that is too deep or one too many: PyYAML reads no further than it has
-    to."""
+    """Stops at the first node that is too deep or one too many, so that PyYAML reads no further."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

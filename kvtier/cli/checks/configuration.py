@@ -18,8 +18,8 @@ from kvtier.tiers.finding import Finding, refused
 
 
 def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:
-    """Values that auto-config would set here, for an engine or a ``server``. The engine knows its
-    own parallelism, and decides at its start. A server that an engine uses has its room already."""
+    """Values that auto-config would set for an engine or a ``server``. The engine knows its own
+    parallelism, and decides at its start. A server that an engine uses has its room already."""
     if config.server.here:
         seen = f"the tiers are the server's ({config.server.here}): its log tells their sizes"
         return config, Finding("auto", "ok", seen)
@@ -59,8 +59,7 @@ def check_model(started: Started, model: Model) -> Finding:
 
 
 def check_secrets(started: Started) -> Iterator[Finding]:
-    """Files with secrets: they must exist, be readable by this user alone. And what
-    encryption needs."""
+    """Files with secrets are readable by this user alone, and encryption has what it needs."""
     config = started.config
     if config.engine.encryption_key_file is not None or encryption_key() is not None:
         yield Finding.of(

@@ -101,8 +101,7 @@ def _connector(env: dict[str, str]) -> Finding:
 
 
 def check_command(words: Sequence[str]) -> Iterator[Finding]:
-    """Whether the command that starts the engine keeps kvtier's connector: LMI's options, and
-    vLLM's command."""
+    """Whether LMI's options and vLLM's command keep kvtier's connector."""
     env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
     try:
         refuse_own_offloading(env)
@@ -140,7 +139,7 @@ _VARIABLES = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
 
 
 def allocator(arguments: Sequence[str], env: Mapping[str, str], shared: Fact[str]) -> str:
-    """Arguments that vLLM's command lacks, and why. Empty where the GPU has memory of its own or is
+    """Arguments that vLLM's command lacks, and why. Empty where the GPU has its own memory or is
     AMD's, and where torch's allocator is told already."""
     name = shared.value
     if name is None or name.startswith("AMD"):

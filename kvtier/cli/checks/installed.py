@@ -39,8 +39,7 @@ class Installed(NamedTuple):
 
 
 def look(python: str, env: Mapping[str, str]) -> Installed:
-    """Packages that this Python can import, found without importing it. Raises ConfigError when it
-    does not run."""
+    """Packages of this Python, found without importing. Raises ConfigError if it does not run."""
     command, env = processes.python(python, "-c", _LOOK), processes.without_settings(env)
     try:
         done = processes.run(
@@ -56,8 +55,7 @@ def look(python: str, env: Mapping[str, str]) -> Installed:
 
 
 def verdict(found: Installed, python: str) -> str:
-    """A log line about its vLLM. Raises ConfigError when vLLM is missing or too old, and when
-    kvtier is missing."""
+    """A log line about its vLLM. Raises ConfigError for no or an old vLLM, and for no kvtier."""
     if found.vllm is None:
         raise ConfigError(
             f"{python} has no vLLM: pip install vllm there, or give the python that has it"

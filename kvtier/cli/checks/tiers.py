@@ -40,8 +40,8 @@ def check_ram() -> Finding:
 
 
 def check_left_behind(config: Config, *, server: bool) -> Finding:
-    """Disk space that nobody uses: of engines where this is a ``server``, or an engine of one, and
-    of servers where it is an engine by itself. Of both without a disk tier."""
+    """Disk space that nobody uses: engines' where this is a ``server`` or an engine of one,
+    servers' for an engine by itself, and both without a disk tier."""
     kinds = {False} if server or config.server.here else {True}
     if config.nvme.path is None and not config.server.here:
         kinds = {False, True}
@@ -60,13 +60,11 @@ def check_tier(started: Started, tier: RegisteredTier, own: TierSection) -> Iter
 
 
 _FEW_HITS = 0.01
-"""Part of the asked chunks. So few hits count as none and are left out, because the self-test's own
-chunks are hits too."""
+"""Part of the asked chunks that counts as no hits, because the self-test's chunks are hits too."""
 
 
 def check_server(started: Started) -> Iterator[Finding]:
-    """The server is there, lets us in, and gives back what it took, between two clients. So does
-    each of those of an engine over several hosts."""
+    """Each server is there, lets us in, and gives back what it took, between two clients."""
     for address in started.config.server.addresses:
         yield from _check_one(started, address)
 
