@@ -34,8 +34,7 @@ LOAD_EVERY_HIT = "load_every_hit"
 """An entry of ``kv_connector_extra_config`` for benchmarks and tests. ``True``: every hit is
 loaded, even where computing it would be sooner."""
 EXTENSIONS = "extensions"
-"""Another such entry: the keys of other packages' extensions, by name
-(:mod:`.extensions.installed`)."""
+"""Another such entry: the keys of other packages' extensions (:mod:`.extensions.installed`)."""
 
 # Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
@@ -56,9 +55,8 @@ def settings(transfer: Any) -> dict[str, Any]:
 
 
 def register() -> None:
-    """vLLM's ``vllm.general_plugins`` entry point: makes the bare name ``KVTierConnector`` known
-    and, where the operator said so, makes ``LMCacheConnectorV1`` mean kvtier. vLLM may call it
-    twice.
+    """vLLM's ``vllm.general_plugins`` entry point, perhaps called twice: makes the bare name
+    ``KVTierConnector`` known and, where the operator said so, ``LMCacheConnectorV1`` mean kvtier.
 
     On a vLLM that is too old the names refuse only when they are asked for, so that an engine
     without kvtier runs. Raises ConfigError when the operator's value is not a flag."""

@@ -149,8 +149,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return self._worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's layout. A MultiConnector passes one connector's to all of them: there it
-        comes with the report of a first step."""
+        """This rank's layout, but in a MultiConnector, which would pass one connector's to all:
+        there it comes with the report of a first step."""
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._own_layout()
 
@@ -462,9 +462,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """The configuration with auto-config's values for keys that are not set, and an estimate of
-        the prefill speed until the engine's own steps are known. A server's tiers are not planned.
-        """
+        """The configuration with auto-config's values, and an estimate of the prefill speed until
+        the engine's own steps are known. A server's tiers are not planned."""
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
         from kvtier.load_policy.prefill import Certainty, Prefill
 

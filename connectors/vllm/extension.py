@@ -87,17 +87,17 @@ class Extension:
     # ---- a request -------------------------------------------------------------------------------
 
     def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
-        """A request that vLLM has asked no cache for yet. ``named`` makes its record early."""
+        """Comes before vLLM asks any cache for the request. ``named`` makes its record early."""
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        """vLLM asks what there is of a request, again while chunks are on their way. ``keys``: of
-        its whole chunks."""
+        """Comes again while chunks are on their way up. ``keys``: of the request's whole chunks."""
 
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
         """Tokens beyond the first ``computed`` that the extension can load. None: vLLM shall ask
-        again. 0: the next extension is asked, then the store. ``busy``: others are computed."""
+        again. 0: the next extension is asked, then the store. ``busy``: the engine computes for
+        others."""
         return 0
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
@@ -111,18 +111,17 @@ class Extension:
     def saving(
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
     ) -> None:
-        """The store takes ``pieces`` of ``computed`` whole chunks, of which ``saved`` were offered
-        before."""
+        """The store takes ``pieces`` of the chunks from number ``saved`` up to ``computed``."""
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
-        """All ranks have reported a load or save, the request's last one if ``is_last``."""
+        """All ranks have reported a load or a save. ``is_last``: no other job is under way."""
 
     def drop(self, prompt: Prompt) -> None:
         """Give back what the extension has claimed for the request."""
 
     def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
         """Comes after :meth:`drop`. ``saving``: a job is under way, so :meth:`ended` comes. Returns
-        additions to the answer's ``kv_transfer_params``."""
+        what the answer's ``kv_transfer_params`` say."""
 
     # ---- an engine -------------------------------------------------------------------------------
 

@@ -39,14 +39,14 @@ from kvtier.core.chunk import ChunkKey, PieceMask, piece_keys
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
-"""Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. Prompts may part
-anywhere. Windows and states at every chunk would take more room than all else."""
+"""Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. What prompts share
+may end anywhere. Windows and states at every chunk would take more room than all else."""
 _ENDS_PER_TRUNK = 0.3
-"""Most room of what is behind ends within a prompt, as a part of the anchors'. Ends lie further
-apart where it is large."""
+"""Room of what is behind ends within a prompt, as a part of the anchors': less of them where it is
+more."""
 _ANSWER_CHUNKS = 4
-"""A model with tails keeps one end of an answer in this many chunks, and tries as many ends of hits
-before the last known chunk."""
+"""Chunks of an answer of which a model with tails keeps one end, and ends before the last known
+chunk that are tried."""
 _LAST_ENDS = 2
 """Last ends of a prompt that are kept: its last chunk often has the question in it. Beside some
 drafts vLLM has a state at the last but one alone."""
@@ -171,7 +171,7 @@ class Geometry:
     # ---- sizes -----------------------------------------------------------------------------------
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """Sum over all groups, also those that are not kept."""
+        """Groups that are not kept count too."""
         every: tuple[Group | Uncached, ...] = (*self.groups, *self.uncached)
         return sum(group.most_blocks(tokens, in_flight) for group in every)
 
@@ -402,8 +402,8 @@ class Geometry:
     # ---- ends ------------------------------------------------------------------------------------
 
     def last_end(self, tokens: int) -> int:
-        """End of the longest hit for a prompt: a block's for full attention, else a chunk's. At
-        least one token is left to compute."""
+        """Hits end with a block (full attention) or a chunk. At least one token is left to
+        compute."""
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 

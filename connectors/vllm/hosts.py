@@ -31,8 +31,7 @@ class HostsOf(NamedTuple):
 
 
 def refuse(parallel: Any, server: ServerSection, *, spans: bool) -> None:
-    """Raises ConfigError where no server is named for each host, and for what only one host can
-    keep."""
+    """Raises ConfigError without a server for each host, and for what one host alone can keep."""
     count, servers = HostsOf.of(parallel).number, server.addresses
     if count == 1:
         if len(servers) > 1:

@@ -250,8 +250,7 @@ def _is_all_off(lora: Any, dtype: Any) -> bool:
 
 
 def without_folders(value: Any) -> Any:
-    """A model's configuration without its folders, also in those inside it (as in an EAGLE
-    draft's)."""
+    """A model's configuration without its folders, also in those inside it (an EAGLE draft's)."""
     if isinstance(value, Mapping):
         return {
             name: without_folders(inner)
@@ -297,9 +296,8 @@ def _foreign_code(model: Any) -> str:
 def _weights(
     model: Any, load: Any, ranks: Mapping[tuple[int, int], RankLayout], whys: list[str]
 ) -> dict[str, Any]:
-    """Weights by the content of the files that vLLM reads, and of all beside them. Where they are
-    not local: by name, and by what every rank sees in the loaded model. ``whys`` gets why neither
-    is known."""
+    """Weights by the content of the files that vLLM reads and of all beside them. If not local, by
+    name and what every rank sees in the loaded model. ``whys`` gets why neither is known."""
     place = _folder(model, load)
     others = sorted({one for rank in ranks.values() for one in getattr(rank, "others", ())})
     if place is not None:

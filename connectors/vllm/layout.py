@@ -281,8 +281,7 @@ def parts_of(
 def _placed(
     geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """A group's first byte in a slot by rank, with whether the rank writes there, and bytes a
-    block."""
+    """A group's first byte by rank, with whether the rank writes there, and bytes a block."""
     group = geometry.groups[place]
     blocks = geometry.blocks_per_piece(group)
     is_shared = replicated and group.kind is not Kind.STATE

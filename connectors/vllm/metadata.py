@@ -129,7 +129,7 @@ class SpanJob:
 
 
 class InPlaceRun(NamedTuple):
-    """Tokens to compute in place. From position ``moved`` on they were moved there before."""
+    """Tokens to compute in place. From ``moved`` on, one at least, they were moved there before."""
 
     begin: int
     moved: int
@@ -173,8 +173,7 @@ class StepMetadata(KVConnectorMetadata):
     renewed: dict[PoolAddress, list[int]] = field(default_factory=dict)
     """Slots of a server's pool that have other memory than before."""
     reads_on: bool = False
-    """Saves' blocks stay as they are until a later step's ``may_reuse``, so steps may overlap them.
-    """
+    """Steps may run while saves are read: blocks stay as they are until ``may_reuse``."""
     may_reuse: bool = True
     """From this step on, blocks that saves of earlier steps read may be another request's."""
     asks_layout: bool = False

@@ -74,8 +74,8 @@ class HitLog(Extension):
 
 
 def _text(load: _Load, seconds: float) -> str:
-    """``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``. The rest has
-    vLLM's own hits too."""
+    """``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``. vLLM's own
+    hits are among the rest."""
     places = [(_PLACES.get(place, place), count) for place, count in load.tokens.items()]
     if len(places) == 1:
         named = places[0][0]

@@ -96,8 +96,8 @@ class Misses(Extension):
         declined: Mapping[str, int],
         missed: tuple[str, int],
     ) -> None:
-        """Count from chunk ``start`` on: ``places`` of loaded chunks, declined, then missing
-        ones."""
+        """Count from chunk ``start`` on: ``places`` of loaded chunks, then declined, then
+        missing."""
         why, short = missed
         self._counts.update(f"loaded_{place}" for place in places)
         for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):

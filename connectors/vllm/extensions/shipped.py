@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class HintDelivery(Extension):
-    """Tells the store a finished request's hint after its saves, a later one of which would cancel
-    it. Counts hints as ``hints_<kind>``."""
+    """Tells the store a finished request's hint after its saves: a later one would cancel the
+    hint."""
 
     def __init__(self, store: KVStore, geometry: Geometry) -> None:
         self._store, self._geometry = store, geometry

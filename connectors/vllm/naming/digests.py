@@ -110,7 +110,7 @@ class FileDigests:
 
     def begin(self, files: Sequence[Path], base: Path) -> Future[str]:
         """The hex digest of names below ``base`` and contents, made once for files as they are now.
-        Raises DigestError, as the Future does, when a file is not there."""
+        The Future raises DigestError, as does this when a file is not there."""
         try:
             state = json.dumps(stamp(files))
         except OSError as error:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 _MOST_NAMES = 1 << 16
-"""More than vLLM's cache of encoded media has room for, so that both forget alike."""
+"""More than vLLM's cache of encoded media holds, so vLLM has forgotten what is forgotten here."""
 _MOST_DEPTH = 4
 
 
