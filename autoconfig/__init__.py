@@ -1,2 +1,1 @@
-"""Auto-config: probe the machine (:mod:`.probe`), measure it (:mod:`.measure`), decide
-(:mod:`.plan`), and show why (:mod:`.explain`)."""
+"""Auto-config: :mod:`.probe` a machine, :mod:`.measure` it, :mod:`.plan`, :mod:`.explain`."""

@@ -24,7 +24,6 @@ from typing import NamedTuple
 from kvtier.load_policy.prefill import PrefillTime
 
 GPU_UTILIZATION = 0.9
-"""The engine's usual share of GPU memory."""
 GPU_OVERHEAD_BYTES = 2 << 30
 """Activations, CUDA graphs and the runtime, a GPU."""
 _USABLE_PEAK = 0.5

@@ -1,5 +1,4 @@
-"""``kvtier plan``: look at this machine, or at an assumed one, and print what would be set and
-why."""
+"""``kvtier plan``: what would be set on this machine, or on an assumed one, and why."""
 
 from __future__ import annotations
 

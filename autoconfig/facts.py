@@ -125,4 +125,3 @@ class Facts:
     trace: SizingTrace | None = None
     """Requests that the tiers are sized for. None: they take what is free."""
     tiers: Mapping[str, TierFacts] = field(default_factory=dict)
-    """Facts of each configured tier on the network, by its name."""

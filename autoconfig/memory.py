@@ -27,9 +27,7 @@ class RamBudget(NamedTuple):
     """The RAM of this process. A fact is None where neither the machine nor the cgroup tells it."""
 
     limit: Fact[int] | None
-    """Memory that the process can ever have."""
     free: Fact[int] | None
-    """Memory that the process could take now."""
     own: int
     """Bytes that the process has, and keeps to its end."""
 
@@ -41,7 +39,6 @@ class RamBudget(NamedTuple):
 
 
 def ram_room(root: Path = ROOT) -> RamBudget:
-    """``root``: where /proc and /sys are."""
     memory = probe_memory(root)
     limit = least(memory.cgroup_limit, memory.total)
     free = least(memory.available, memory.cgroup_headroom)

@@ -272,7 +272,6 @@ def _sized(trace: SizingTrace, size: int, most: int, knee: int, load: Load) -> t
 
 
 def _at_least(size: int, load: Load) -> int:
-    """Whole MiB, with room for one long context."""
     size = max(size, load.long_tokens * load.kv_bytes, MIB)
     return -(-size // MIB) * MIB
 
@@ -486,7 +485,6 @@ def _slots_for_loads(facts: Facts, load: Load) -> int:
 
 
 def _copies_to_come(facts: Facts) -> int:
-    """Copies of the weights that loading still takes of the available RAM."""
     started = bool(facts.engine.started.value)
     if facts.gpus.shared.value is not None:
         return 0 if started else 1

@@ -220,7 +220,6 @@ def _remote(started: Started, server: str, layout: ChunkLayout) -> Opened:
 def open_tier(
     started: Started, tier: RegisteredTier, own: TierSection, layout: ChunkLayout
 ) -> Tier:
-    """One tier alone, which seals what it has if the configuration says so."""
     rest = _at_rest(started, layout)
     return rest.sealed(tier.open(own, _around(rest, layout)).tier)
 

@@ -169,7 +169,6 @@ def save(one: Trial) -> str:
 
 
 def load(one: Trial) -> str:
-    """Load the chunks, compare every byte, and forget them."""
     with _opened(one) as store:
         # a prompt that came before: it is not recorded, and nothing learns from it
         with store.load(one.keys, asker=Asker(again=True)) as lease:

@@ -61,8 +61,7 @@ class Started:
 
     @cached_property
     def encryption_key(self) -> bytes | None:
-        """The key of encryption at rest, or None. A key of another form, two keys, and a missing
-        library are errors."""
+        """The key of encryption at rest. ConfigError: another form, two keys, or no library."""
         given, source = encryption_key(), ENCRYPTION_KEY
         file = self.config.engine.encryption_key_file
         if file is not None:
@@ -143,12 +142,11 @@ class Started:
         return nvme.folder(replica) if nvme.configured and places(self.config) else None
 
     def require_record(self) -> None:
-        """Raises ConfigError for a folder that cannot be written. A server here has its own."""
+        """Raises ConfigError for a folder that cannot be written, unless a server here records."""
         if self.config.engine.record is not None and not self.config.server.here:
             RecordFolder(Path(self.config.engine.record)).close()
 
     def looks(self) -> dict[str, Callable[[], str]]:
-        """For each configured tier: what says why it cannot be used for now."""
         return {tier.name: partial(tier.away, own) for tier, own in self.tiers}
 
     def try_server_start(self) -> dict[str, str]:

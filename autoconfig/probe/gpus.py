@@ -74,7 +74,6 @@ def _nvidia_smi() -> str:
 
 
 _MOST_FILES, _MOST_BYTES = 64, 16 << 10
-"""Limits of one look: files of a kind, and bytes of a file."""
 
 _AMD_TARGETS = {110500: "AMD Strix Point", 110501: "AMD Strix Halo", 110502: "AMD Krackan Point"}
 """By the KFD's number of the architecture (gfx1150 is 110500)."""

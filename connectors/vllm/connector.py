@@ -116,8 +116,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: any layout will do. vLLM asks before it forms KV cache groups, so models whose
-        recurrent state cannot be kept are refused here, by name."""
+        """Any layout will do. vLLM asks before it forms KV cache groups, so models whose recurrent
+        state cannot be kept are refused here, by name."""
         layout.refuse_recurrent(vllm_config, with_groups=_WITH_GROUPS)
         return None
 
@@ -149,8 +149,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return self._worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's layout, but in a MultiConnector, which would pass one connector's to all:
-        there it comes with the report of a first step."""
+        """This rank's layout. A MultiConnector would pass it on as all its connectors': there it
+        comes with the report of a first step."""
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._own_layout()
 
@@ -195,8 +195,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Block ids of failed loads, where vLLM cannot be told their requests by name, and of the
-        missing rest of loads in parts."""
+        """Block ids of failed loads that vLLM cannot be told by name, and the rest of cut ones."""
         bad, left = self._half.failed_blocks()
         return left if _NAMES_FAILED_LOADS else bad | left
 

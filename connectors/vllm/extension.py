@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 
 class Duty(NamedTuple):
-    """Duties of kvtier in an engine."""
-
     loads: bool = True
     saves: bool = True
     save_decode: bool = True
-    """Save the model's answers too."""
     answer_tokens: int = 1
     """Most tokens of an answer that a step computes: one, and drafts."""
     shares_blocks: bool = True
@@ -49,7 +46,6 @@ class Duty(NamedTuple):
 
 class Tools(NamedTuple):
     store: KVStore
-    """The engine's own, or a server's client."""
     layout: ChunkLayout
     """Makes the keys of chunks, as long as the model has its first weights."""
     geometry: Geometry
@@ -64,14 +60,12 @@ class EngineFacts(NamedTuple):
     kv_cache_config: Any
     ranks: Sequence[RankLayout]
     spans: bool
-    """The key ``spans``."""
 
 
 class Live(NamedTuple):
     """Parts of the scheduler's half that extensions which load share."""
 
     prompts: Mapping[str, Prompt]
-    """All live requests, by name."""
     running: Set[str]
     """Requests that the last step computed for, if they have not finished."""
     answer: Callable[[Prompt, Sequence[str], int], None]
@@ -96,8 +90,8 @@ class Extension:
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
         """Tokens beyond the first ``computed`` that the extension can load. None: vLLM shall ask
-        again. 0: the next extension is asked, then the store. ``busy``: the engine computes for
-        others."""
+        again. 0: the next extension is asked, then the store. ``busy``: others are computed
+        meanwhile."""
         return 0
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
@@ -120,8 +114,8 @@ class Extension:
         """Give back what the extension has claimed for the request."""
 
     def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
-        """Comes after :meth:`drop`. ``saving``: a job is under way, so :meth:`ended` comes. Returns
-        what the answer's ``kv_transfer_params`` say."""
+        """Comes after :meth:`drop`. ``saving``: a job is under way, and :meth:`ended` comes.
+        Returns what the answer's ``kv_transfer_params`` say."""
 
     # ---- an engine -------------------------------------------------------------------------------
 

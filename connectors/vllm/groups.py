@@ -42,8 +42,7 @@ _KEEP_TOKENS = 2_048
 """Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. What prompts share
 may end anywhere. Windows and states at every chunk would take more room than all else."""
 _ENDS_PER_TRUNK = 0.3
-"""Room of what is behind ends within a prompt, as a part of the anchors': less of them where it is
-more."""
+"""Room of what is behind ends within a prompt, as a part of the anchors'. More room: fewer ends."""
 _ANSWER_CHUNKS = 4
 """Chunks of an answer of which a model with tails keeps one end, and ends before the last known
 chunk that are tried."""
@@ -52,7 +51,6 @@ _LAST_ENDS = 2
 drafts vLLM has a state at the last but one alone."""
 _MOST_PIECES = 16
 _MOST_ENDS = 8
-"""Ends that are tried for one prompt."""
 
 
 class Kind(Enum):
@@ -205,8 +203,7 @@ class Geometry:
         return 1 if group.is_at_ends else self.piece_tokens // group.block_tokens
 
     def parts(self, group: Group) -> int:
-        """Pieces of each chunk that the group keeps. TAIL: the blocks of the last ``span - 1``
-        tokens."""
+        """Pieces of each chunk that are kept. TAIL: the blocks of the last ``span - 1`` tokens."""
         if group.kind is _STATE:
             return 1
         if group.kind is _TAIL:
@@ -279,7 +276,6 @@ class Geometry:
     # ---- runs ------------------------------------------------------------------------------------
 
     def first(self, computed: int) -> int:
-        """Number of the piece that contains token ``computed``."""
         return computed // self.piece_tokens
 
     @cached_property
@@ -354,7 +350,6 @@ class Geometry:
         return found
 
     def _needed(self, group: Group, end: int, computed: int) -> range:
-        """Numbers of the pieces that a group must have."""
         if group.kind is _STATE:
             return range(end // self.chunk_tokens - 1, end // self.chunk_tokens)
         begin = max(group.first_needed(end), computed)
@@ -402,8 +397,7 @@ class Geometry:
     # ---- ends ------------------------------------------------------------------------------------
 
     def last_end(self, tokens: int) -> int:
-        """Hits end with a block (full attention) or a chunk. At least one token is left to
-        compute."""
+        """Hits end with a block (full attention) or a chunk. One token at least is computed."""
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 

@@ -1,5 +1,4 @@
-"""The module that ``--middleware kvtier.connectors.vllm.hints.Middleware`` names. The class is in
-an extension, which is imported when vLLM asks for it."""
+"""``--middleware kvtier.connectors.vllm.hints.Middleware``, imported when vLLM asks for it."""
 
 from __future__ import annotations
 

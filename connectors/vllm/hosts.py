@@ -19,7 +19,6 @@ class HostsOf(NamedTuple):
 
     number: int
     ranks: int
-    """Of each host."""
 
     @classmethod
     def of(cls, parallel: Any) -> HostsOf:

@@ -230,8 +230,7 @@ def _fields(config: Any) -> list[tuple[str, Any]]:
 
 
 def _is_off(place: str, value: Any, config: Any, dtype: Any) -> bool:
-    """Whether a LoRA field changes nothing for requests without an adapter: engines with adapters
-    share chunks with others."""
+    """Whether a LoRA field changes nothing without an adapter: such engines share chunks."""
     if place == "vllm_config.lora_config":
         return value is None or _is_all_off(value, dtype)
     if not place.startswith("lora_config.") or not dataclasses.is_dataclass(config):
@@ -348,7 +347,6 @@ def _source(model: Any) -> str:
 
 
 def _folder(model: Any, load: Any) -> Path | None:
-    """The folder of the model's weights; None where they are not local."""
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
     if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
         return None

@@ -1,5 +1,4 @@
-"""Turns vLLM's KV cache configuration into a ChunkLayout, and refuses models that kvtier cannot
-keep, by name."""
+"""vLLM's KV cache configuration as a ChunkLayout. Models that are not kept are refused by name."""
 
 from __future__ import annotations
 
@@ -47,7 +46,6 @@ class ContextRanks(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Ranks that have the same KV because of it."""
         return self.prefill if self.decode == 1 else 1
 
 
@@ -75,8 +73,7 @@ def divided(parallel: Any) -> dict[str, Any]:
 def kept(
     kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNSHARED
 ) -> KeptGroups:
-    """Raises LayoutError, which names what kvtier does not keep. ``with_groups``: see
-    :func:`kvtier.connectors.vllm.versions.keeps_groups`."""
+    """Raises LayoutError with what is not kept. ``with_groups``: :func:`.versions.keeps_groups`."""
     if not with_groups and sharing != UNSHARED:
         raise LayoutError(
             f"decode_context_parallel_size={sharing.decode} and "

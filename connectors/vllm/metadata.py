@@ -46,8 +46,6 @@ class RankLayout(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class PoolAddress:
-    """Where workers map a pool. A server that restarts has another pool."""
-
     path: str
     witness_path: str | None
     """A worker keeps this file open as long as it maps a server's pool."""
@@ -154,10 +152,8 @@ class SpanPass:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler -> workers."""
-
     pool: PoolAddress | None
-    """For jobs to come. Workers unmap all pools but this and those of this step's jobs."""
+    """Pool of jobs to come. Workers unmap all others but those of this step's jobs."""
     loads: list[Job] = field(default_factory=list)
     saves: list[Job] = field(default_factory=list)
     number: int = 0

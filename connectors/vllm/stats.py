@@ -110,7 +110,6 @@ UNBLENDED = (
     *("off", "malformed", "many", "unsupported", "salt"),
     *("missing", "exact", "slower", "room", "failed"),
 )
-"""Why a request that asks for spans is computed exactly."""
 _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
     "loaded": (
         "loaded_chunks",
@@ -179,7 +178,6 @@ class TierStats(KVConnectorStats):
         return TierStats(data=both)
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log."""
         shown = {name: value for name, value in self.data.items() if SEPARATOR not in name}
         return shown | {
             f"{n.removeprefix(HELD)}_held": v for n, v in self.data.items() if n.startswith(HELD)

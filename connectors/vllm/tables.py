@@ -12,7 +12,6 @@ from kvtier.connectors.vllm.metadata import Move
 NULL_BLOCK = 0
 """vLLM's block for tokens that a group does not need any more."""
 Tables = Sequence[Sequence[int]]
-"""Block ids by group."""
 State = tuple[int, int, int]
 """``(group, block, tokens)`` of a recurrent state that has a block of its own."""
 

@@ -54,7 +54,6 @@ def require() -> str:
 
 
 def mode(vllm_config: Any) -> str:
-    """How this engine runs: ``Model Runner V2, async scheduling``."""
     runner = getattr(vllm_config, "use_v2_model_runner", None)
     named = "" if runner is None else f"Model Runner {'V2' if runner else 'V1'}, "
     ahead = vllm_config.scheduler_config.async_scheduling
@@ -102,7 +101,6 @@ def in_flight_tokens(vllm_config: Any) -> int:
 
 
 def limits(base: type) -> list[str]:
-    """A line for each feature that is off because ``base`` lacks its hook."""
     return [
         f"this vLLM has no {hook}: {limit}"
         for hook, limit in _LIMITS.items()

@@ -1,5 +1,4 @@
-"""``kvtier doctor``: is everything here as an engine with kvtier needs it? It prints one line for
-each finding, and exits with 1 when something fails."""
+"""``kvtier doctor``: one line a finding about this host. Exits with 1 when something fails."""
 
 from __future__ import annotations
 

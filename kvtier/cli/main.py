@@ -1,5 +1,4 @@
-"""The ``kvtier`` command. A subcommand is one entry of :data:`COMMANDS`. Its module is imported
-only when it is run."""
+"""The ``kvtier`` command. Subcommands are in :data:`COMMANDS`, and imported when they run."""
 
 from __future__ import annotations
 
@@ -23,7 +22,6 @@ from kvtier.core.terminal import size_text
 _OPERATOR_ERROR = 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE
 _INTERRUPTED = 128 + signal.SIGINT
-"""A shell's exit status of a program that this signal ended."""
 
 
 class VersionCommand:
@@ -116,8 +114,7 @@ COMMANDS = {
     ),
     "version": ("print kvtier's version", "kvtier.cli.main:VersionCommand"),
 }
-"""Words on the command line -> (help, what has ``add_arguments`` and ``run``, which gives the
-status)."""
+"""Words -> (help, what has ``add_arguments`` and ``run``, which returns the exit status)."""
 _COMPLETING = "_ARGCOMPLETE"
 _LEAST_ADDRESS_BYTES = 512 << 20
 _ADDRESSES = (

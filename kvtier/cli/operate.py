@@ -1,5 +1,4 @@
-"""``kvtier stats`` and ``kvtier clear``: what a server's admin interface tells, and one thing that
-it does."""
+"""``kvtier stats``, ``kvtier clear`` and ``kvtier token``, of a server's admin interface."""
 
 from __future__ import annotations
 
@@ -72,7 +71,6 @@ class ClearCommand:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Exit status 1 when something is left."""
         wishes = (arguments.namespace is not None, arguments.everything, arguments.folder)
         if sum(map(bool, wishes)) != 1:
             raise ConfigError(
@@ -87,8 +85,6 @@ class ClearCommand:
 
 
 class TokenCommand:
-    """``kvtier token``."""
-
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(

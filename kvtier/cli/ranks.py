@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from kvtier.config.keys import ServerSection
 
 _AGAIN_S = 1.0
-"""The time before a server that has died is started again."""
 _START_S = 120.0
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -133,7 +132,6 @@ def _begin_server() -> None:
 
 
 def _end_with_parent() -> None:
-    """The kernel sends SIGTERM when the parent has ended."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

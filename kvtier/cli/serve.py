@@ -48,7 +48,6 @@ logger = logging.getLogger("kvtier.server")
 _SWITCH_S = 0.0005
 """How long a lane may run Python while the loop waits. Python's own 5 ms are five turns of it."""
 _LOOK_AGAIN_S = 5.0
-"""The interval at which a tier that the start could not use is tried again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +114,6 @@ def status_text(server: Server) -> str:
 async def _beside(
     started: Started, surfaces: Sequence[Beside], away: Mapping[str, str], server: Server
 ) -> AsyncIterator[None]:
-    """Record, run the admin interface, and retry what the start could not reach."""
     for name, why in away.items():
         server.trouble[name] = (
             f"{name} cannot be reached: its chunks are misses until it can; the log says more"

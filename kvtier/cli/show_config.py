@@ -1,5 +1,4 @@
-"""``kvtier config``: every key with the value that it has here and now, its unit, and where the
-value came from."""
+"""``kvtier config``: every key with its value here and now, its unit and its source."""
 
 from __future__ import annotations
 

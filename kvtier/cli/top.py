@@ -46,7 +46,6 @@ _MINUTE_S = 60.0
 _MOST_TENANTS = 8
 _FULL_WIDTH = 6
 _FILE_WIDTH = 140
-"""The columns of a frame that goes to a file or a pipe."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _FLOWS = ("loads", "stores", "evicted")
 _FAULTS = ("refused", "failed", "corrupt")
@@ -166,7 +165,6 @@ class Screen:
         return Group(*self._parts(columns))
 
     def fitted(self, console: Console) -> RenderableType:
-        """The parts that the terminal has room for, and how many are left out."""
         from rich.console import Group
 
         parts = self._parts(console.width)

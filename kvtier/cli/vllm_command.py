@@ -1,5 +1,4 @@
-"""vLLM's command line, as far as it decides about connectors: which program it starts, and for
-which connector it asks."""
+"""vLLM's command line: which program it starts, and for which connector it asks."""
 
 from __future__ import annotations
 
@@ -144,7 +143,6 @@ def refuse_expandable_segments(arguments: Sequence[str], env: Mapping[str, str])
 
 
 def has_own_allocator(arguments: Sequence[str]) -> bool:
-    """Whether the KV cache lies in memory that torch's allocator never moves."""
     return any(value(arguments, flag) not in (None, False) for flag in _STILL)
 
 

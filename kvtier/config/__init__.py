@@ -1,2 +1,1 @@
-"""Where every configuration key comes from: files, variables, flags, and what LMCache and LMI call
-them."""
+"""Sources of configuration keys: files, variables, flags, and LMCache's and LMI's names."""

@@ -231,7 +231,6 @@ KEYS: dict[str, Key] = {
     for section in SECTIONS.values()
     for flat, (name, about) in section.keys().items()
 }
-"""Every key by its flat name, in the order of the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

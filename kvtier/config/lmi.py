@@ -1,7 +1,5 @@
-"""AWS LMI's two options for a KV cache, in both forms an operator gives them: ``OPTION_<NAME>`` in
-the environment, ``option.<name>`` in the model's ``serving.properties``. The file is the model's
-own and comes first.
-"""
+"""AWS LMI's two options for a KV cache: ``OPTION_<NAME>`` in the environment, or ``option.<name>``
+in the model's own ``serving.properties``, which comes first."""
 
 from __future__ import annotations
 

@@ -209,7 +209,6 @@ def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
 def _from_flags(
     flags: Mapping[str, object], env: Mapping[str, str], remarks: list[Remark]
 ) -> Iterator[_Given]:
-    """Flat names, or sections as in a file."""
     for key, value in flags.items():
         if key in SECTIONS and isinstance(value, Mapping):
             for given in _in_section(key, value, "flag"):

@@ -1,7 +1,4 @@
-"""From text to a value, and from a value to text that may stand in a log.
-
-A parser raises ValueError for what it cannot read.
-"""
+"""From text to a value (else ValueError), and from a value to text that may stand in a log."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""Base of all other rooms: chunks and their keys, errors, tenants, lanes, the pool of
-slots, and secret files."""
+"""Base of all other rooms: chunks and keys, errors, tenants, lanes, slots, and secret files."""

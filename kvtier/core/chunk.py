@@ -63,7 +63,7 @@ class PieceMask:
     def __init__(self, name: str) -> None:
         digest = hashlib.sha256(_PIECE_DOMAIN + name.encode()).digest()
         self.any_but_first = digest + digest[:_LINK_BYTES]
-        """Bits that change the key of any chunk but a prompt's first, bit by bit."""
+        """Bits to flip in the key of any chunk but a prompt's first."""
         self._first = digest + _ROOT_LINK
 
     def key(self, key: ChunkKey) -> ChunkKey:

@@ -1,5 +1,4 @@
-"""Lookup: how much of a prompt's prefix can be had, and when. A Store or a Client gives this
-answer. Data only."""
+"""Lookup: how much of a prompt's prefix a Store or a Client can give, and when. Data only."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ from kvtier.core.chunk import ChunkKey
 
 
 class Asker(NamedTuple):
-    """The request that asks for a run."""
-
     session: str = ""
     """The name of its conversation. Without a name it is told from the chunks."""
     tokens: int = 0
@@ -30,8 +27,6 @@ STOPS: tuple[Stop, ...] = get_args(Stop)
 
 
 class Ended(NamedTuple):
-    """How a request ended that had asked for a run."""
-
     request: int
     tokens: int
     """Of its answer."""

@@ -138,7 +138,6 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     tiers: list[TierStatus]
     """RAM first."""
     hints_over: int = 0
-    """Hints that said that a session is over."""
     recorded: int = 0
     """Prompts and hints that the process has recorded, of all chunk sizes."""
     unrecorded: int = 0

@@ -1,5 +1,4 @@
-"""Files and sockets that only one user may use: folders that only this user may enter, secrets in
-files that others cannot read, and the user at the other end of a Unix socket."""
+"""Folders that only this user may enter, secrets that others cannot read, users of Unix sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from kvtier.core.errors import ConfigError
 _MOST_SECRET_BYTES = 4096
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _MOST_LINKS = 40
-"""The most symbolic links on one path, as in the kernel."""
 _STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -124,5 +124,4 @@ def parse_size(given: object) -> int:
 
 
 def exact_size(size: int) -> str:
-    """The text that :func:`parse_size` reads as these bytes."""
     return str(size) if size >= _PLAIN_BYTES else f"{size}B"

@@ -256,8 +256,7 @@ class Pinning:
             )
 
     def _lock_piece(self, region: _Region) -> None:
-        """After a refusal the driver leaves the thread's last error set: on the lane's thread
-        only."""
+        """A refusal leaves the driver's last error set on the calling thread: the lane's only."""
         with region.guard, self._on_device():
             if self._held and not region.ended:
                 region.waiting = True

@@ -1,5 +1,4 @@
-"""An engine's KV tensors as regions: which rows there are, how they lie in memory, and which of
-them can move together."""
+"""An engine's KV tensors as regions: their rows, and which of them can move together."""
 
 from __future__ import annotations
 

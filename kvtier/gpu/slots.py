@@ -30,8 +30,7 @@ class Copy:
         self._parts = [part for part, _, _ in jobs]
 
     def done(self) -> bool:
-        """Never waits for the device. Only the thread that began the copy may ask. Raises
-        RuntimeError when the device failed."""
+        """Never waits. For the copy's own thread. Raises RuntimeError when the device failed."""
         return True
 
     def wait(self) -> None:

@@ -97,7 +97,6 @@ class StagedCopier:
             return StagedCopy(jobs, end, end, legs)
 
     def settle(self) -> None:
-        """Work that the engine's stream runs from now on may overwrite the blocks of all saves."""
         if self._unread is not None:
             self._streams.current().wait_event(self._unread)
             self._unread = None
@@ -154,7 +153,6 @@ class StagedCopier:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _ways(self, batch: StagingBatch, parts: Sequence[torch.Tensor]) -> tuple[Moves, Moves]:
-        """Parts of slots with their staging memory: for a DMA each, and through a buffer."""
         direct, bouncing = Moves(), Moves()
         for (place, _, _), part in zip(batch.chunks, parts, strict=True):
             staged, cuts = place.bytes(batch.number), self._locked(part)
@@ -194,8 +192,7 @@ class StagedCopier:
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """A call that fails half-way waits for what it has queued: others may use its slots and
-        blocks after that."""
+        """Wait for what a failed call has queued: others may use its slots and blocks then."""
         try:
             yield
         except BaseException:

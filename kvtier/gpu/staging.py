@@ -117,7 +117,6 @@ class StagingBatch:
 
     @property
     def rows(self) -> int:
-        """Blocks in the batch: rows of the table, and rows in each region."""
         return sum(count for _, _, count in self.chunks)
 
 

@@ -1,5 +1,4 @@
-"""Parts of tests of kvtier, and of tiers of your own. Shipped, and kept as public as
-the library."""
+"""Parts of tests of kvtier and of your own tiers. Shipped, and as public as the library."""
 
 from kvtier.testing.check_tier import check_tier
 from kvtier.testing.doubles import DictTier, ManualLane

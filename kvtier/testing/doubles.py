@@ -1,5 +1,4 @@
-"""Doubles for tests: :class:`DictTier`, correct and in memory, and :class:`ManualLane`, which tests
-turn by hand."""
+""":class:`DictTier`, correct and in memory, and :class:`ManualLane`, which tests turn by hand."""
 
 from __future__ import annotations
 
@@ -92,7 +91,6 @@ class ManualLane:
         return True
 
     def turn(self, index: int = 0) -> None:
-        """Run the ``index``-th queued work, urgent work first."""
         urgent = self.queues[True]
         queue, place = (
             (urgent, index) if index < len(urgent) else (self.queues[False], index - len(urgent))
@@ -100,7 +98,6 @@ class ManualLane:
         queue.pop(place)()
 
     def run(self) -> None:
-        """Until nothing is queued, with what the work itself queues."""
         while len(self):
             self.turn()
 

@@ -41,7 +41,6 @@ class _Load(NamedTuple):
     """Seconds of the clock."""
     prompt: int
     tokens: Mapping[str, int]
-    """By place."""
     declined: Mapping[str, int]
     """Chunks by reason."""
 
@@ -74,8 +73,7 @@ class HitLog(Extension):
 
 
 def _text(load: _Load, seconds: float) -> str:
-    """``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``. vLLM's own
-    hits are among the rest."""
+    """``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``."""
     places = [(_PLACES.get(place, place), count) for place, count in load.tokens.items()]
     if len(places) == 1:
         named = places[0][0]

@@ -1,5 +1,4 @@
-"""Misses: what happened to every chunk for which requests of one engine asked, counted once under
-one reason."""
+"""Misses: each chunk that requests of one engine asked for, counted once under one reason."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ class Misses(Extension):
         declined: Mapping[str, int],
         missed: tuple[str, int],
     ) -> None:
-        """Count from chunk ``start`` on: ``places`` of loaded chunks, then declined, then
-        missing."""
+        """Count from chunk ``start`` on: loaded ones by ``places``, then declined, then missing."""
         why, short = missed
         self._counts.update(f"loaded_{place}" for place in places)
         for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
 
 class HintDelivery(Extension):
-    """Tells the store a finished request's hint after its saves: a later one would cancel the
-    hint."""
+    """Tells the store of hints of finished requests after their saves, which would cancel them."""
 
     def __init__(self, store: KVStore, geometry: Geometry) -> None:
         self._store, self._geometry = store, geometry
         self._waiting: dict[str, tuple[Said, Sequence[ChunkKey]]] = {}
-        """By request."""
         self._counts = Counter[str]()
 
     def finished(self, prompt: Prompt, *, saving: bool) -> None:

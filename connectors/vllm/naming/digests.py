@@ -52,8 +52,8 @@ _DOES_NOT = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""Files that do not decide a chunk's bytes: its name has tokens themselves, and the rest is read by
-people, trainers or other frameworks."""
+"""Files that do not decide a chunk's bytes: tokens are in its name, and people, trainers or other
+frameworks read the rest."""
 
 
 class DigestError(Exception):
@@ -89,7 +89,6 @@ def has_weights(files: Iterable[Path]) -> bool:
 
 
 def stamp(files: Iterable[Path]) -> list[tuple[int | str, ...]]:
-    """Name, device, inode, size and times of each file. Raises OSError."""
     return [(file.name, *_identity(os.stat(file))) for file in files]
 
 

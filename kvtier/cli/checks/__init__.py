@@ -1,2 +1,1 @@
-"""Checks of ``kvtier doctor``, a file for each subject. Checks of a start are in
-:mod:`kvtier.started`."""
+"""Checks of ``kvtier doctor`` by subject. Those of a start are in :mod:`kvtier.started`."""

@@ -1,5 +1,4 @@
-"""Checks of the configuration, before any place for chunks is tried: auto-config, the model,
-secrets."""
+"""Auto-config, the model and secrets, before any place for chunks is tried."""
 
 from __future__ import annotations
 

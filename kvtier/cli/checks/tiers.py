@@ -1,7 +1,4 @@
-"""Every configured place for chunks, with a trial between two processes.
-
-Nothing here makes a lasting change, and every check has a deadline of its own.
-"""
+"""Trials of every configured place between two processes, with deadlines and no lasting change."""
 
 from __future__ import annotations
 
@@ -100,7 +97,6 @@ def _check_one(started: Started, address: str) -> Iterator[Finding]:
 
 
 def check_hits(started: Started, address: str, slot_bytes: int) -> Finding:
-    """Whether chunks that a server on this host keeps are ever asked for again, since its start."""
     unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
     way_in = started.access(address, unused, in_namespace=False)
     with closing(Client(way_in)) as client:
