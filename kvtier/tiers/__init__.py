@@ -1,2 +1,1 @@
-"""Places below pinned RAM that keep chunks. One module a tier. :mod:`kvtier.tiers.base` holds their
-promises."""
+"""Tiers below pinned RAM, a package each. :mod:`kvtier.tiers.base` holds their promises."""

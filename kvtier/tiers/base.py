@@ -33,20 +33,19 @@ class Tier(ABC):
 
     name: str
     capacity: int
-    """Chunks this tier has room for. One that was away at the start and does not know yet begins
-    with 0, and sets it once, on any thread."""
+    """Room, in chunks. A tier that was away at the start begins with 0 and sets it once, on any
+    thread."""
     shared: bool = False
-    """Others write here too. What they hold is found by asking (:meth:`find`)."""
+    """Other processes write here too. :meth:`find` asks for their chunks."""
     keeps_owners: bool = False
-    """True when the tier keeps with every chunk whose it is (:mod:`kvtier.core.tenant`). The chunks
-    of other tiers have no owner after a restart."""
+    """The owner (:mod:`kvtier.core.tenant`) is stored with each chunk. Else a restart loses it."""
     asks_for_owners: bool = False
-    """:meth:`owners` makes a request for every chunk. So it is asked only of chunks that a tenant
-    wants to be dropped. Until then they have no owner."""
+    """:meth:`owners` costs a request a chunk, so it is asked only of chunks that a tenant wants to
+    be dropped. Until then they have no owner."""
     chunk_room: int = 0
-    """Bytes that a chunk takes of a budget which several Stores divide. 0: the tier has none."""
+    """Bytes that a chunk takes of a budget that several Stores divide. 0: no such budget."""
     fixed_room: int = 0
-    """Bytes that the tier takes of that budget without any chunk."""
+    """Bytes that the tier takes of that budget when empty."""
 
     # ---- chunks ----------------------------------------------------------------------------------
 
@@ -56,95 +55,87 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
-        """Store the chunk. True: a later ``read`` finds it whole. False: the tier does not hold it,
-        nor a part of it. A chunk that is held already keeps its owner, or gets this one."""
+        """Store the chunk. True: a later ``read`` finds it whole. False: no part of it is held. A
+        chunk that is held already keeps its owner, or gets this one."""
 
     @abstractmethod
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
         """Fill ``into`` with the chunk. True only when it is exactly what was written for this key,
-        checksum verified. Else the content of ``into`` is undefined.
+        checksum verified. Else ``into`` is undefined.
 
         False: the tier does not hold the chunk, or has dropped it because it was bad. None: not
         now. The chunk may well be there, and stays known, so that a later delete reaches it. A
-        medium that answers is never None."""
+        medium that answers never gives None."""
 
     def may_read(self, key: ChunkKey) -> bool:
-        """Is a ``read`` of this chunk worth a slot? False while the machine that has it is left
-        alone because it failed. When that machine is due to be tried again, one caller gets True.
+        """Whether a ``read`` of this chunk is worth a slot. False while the machine that has it is
+        left alone because it failed. When that machine is due to be tried again, one caller gets
+        True.
 
         A tier that may be None for long has a :class:`~kvtier.tiers.breaker.Breaker` for each
-        machine and asks it here. Called under the Store's lock: it asks no machine and does not
-        wait."""
+        machine and asks it here. Called under the Store's lock, so it must not wait."""
         return True
 
     @abstractmethod
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of leading ``keys`` that are held now, without a gap. A fault is 0. Shared
-        tiers are asked this.
+        """Number of leading ``keys`` that are held now. A fault is 0. May block: for lane threads
+        only.
 
-        A tier far away may take a long run for one without gaps, though another program can have
-        removed a chunk from its middle. A chunk that is counted and not there is a miss when it is
-        read. May block:
-        called by lane threads only."""
+        A far tier may assume that runs have no gaps. A chunk that is counted but not there is a
+        miss when it is read."""
 
     @abstractmethod
     def delete(self, key: ChunkKey) -> None:
-        """Forget the chunk if held. Free its room at once."""
+        """Forget the chunk if held, and free its room at once."""
 
     @abstractmethod
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Release everything. A persistent tier keeps its chunks, and their order, for the next
-        start."""
+        """Release everything. A persistent tier keeps chunks and order for the next start."""
 
     # ---- owners ----------------------------------------------------------------------------------
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        """The owners of these chunks. 0 for a chunk without an owner, for one that is not held, and
-        where that cannot be told now. May block: called at the start and by lane threads."""
+        """Owners of these chunks, 0 where there is none, the chunk is not held, or that cannot be
+        told now. May block: called at the start and by lane threads."""
         return [UNOWNED] * len(keys)
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """Of a shared tier: the chunks that ``owner`` may drop there, whoever wrote them
-        (:func:`kvtier.core.tenant.may`). False when the search was cut short by a fault or by time,
-        cannot be done, or left chunks without an owner. Takes seconds: called by lane threads
-        only."""
+        """Chunks of a shared tier that ``owner`` may drop (:func:`kvtier.core.tenant.may`), whoever
+        wrote them. False: not all were found, because of a fault, the time, chunks without an
+        owner, or because this tier cannot search. Takes seconds: for lane threads only."""
         return [], not self.shared
 
     # ---- room ------------------------------------------------------------------------------------
 
     def resize(self, chunks: int) -> int:
-        """Keep room for ``chunks``, at most ``capacity``. The tier holds no more than that, but for
-        writes that are going on. Returns how many there is room for now: fewer where that could not
-        be had, more where it is in use. May block: called by one thread, never on a loop."""
+        """Set the room to ``chunks``, at most ``capacity``, and return the room that there is now:
+        less where it could not be had, more where it is in use. Writes that are going on may exceed
+        it. May block: called by one thread, never on a loop."""
         return chunks
 
     # ---- health ----------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Events since the start, by name."""
         return {}
 
     @property
     def nodes_away(self) -> Sequence[str]:
-        """Addresses of the machines that are left alone now because they failed. Without
-        passwords."""
+        """Addresses, without passwords, of machines that are left alone because they failed."""
         return ()
 
     @property
     def open_breakers(self) -> int:
-        """Number of open breakers."""
         return len(self.nodes_away)
 
     @property
     def is_apart(self) -> bool:
-        """Whether the tier has chunks of this model in another size too, which are of no use
-        here."""
+        """Whether the tier also has chunks of this model in a size that is of no use here."""
         return False
 
     @property
     def trouble(self) -> str:
-        """A fault that does not heal by waiting, in words. Empty while nothing is."""
+        """A fault that waiting does not heal, in words. Empty: none."""
         return ""
 
     @property

@@ -23,15 +23,13 @@ class Breaker:
     ``wait_s``. Then one call may try. Its success closes the breaker, its fault doubles the wait,
     up to ``longest_wait_s``.
 
-    A machine that comes and goes lets a trial through now and then, and then fails who relied on
-    it. So a breaker that opens again within ``longest_wait_s`` of closing goes on where it was:
-    with twice its last wait.
+    A machine that comes and goes passes a trial now and then. So a breaker that opens again within
+    ``longest_wait_s`` of closing waits twice as long as the last time.
 
-    A trial that never reports back is given up after the same wait, so that a lost caller cannot
-    keep the breaker open. The same holds for a trial that was reserved and not begun.
+    A trial that is reserved and not begun, or that never reports back, is given up after the same
+    wait, so that a lost caller cannot keep the breaker open.
 
-    Threads: any. Its lock is held for a few instructions.
-    """
+    Threads: any."""
 
     def __init__(
         self,
@@ -47,11 +45,11 @@ class Breaker:
         self._faults = 0
         self._wait = wait_s
         self._calm_at = -math.inf
-        """From then on what was before is forgotten."""
+        """Time from which earlier faults do not lengthen the wait."""
         self._until: float | None = None
         """Time from which one call may try; None while closed."""
         self._reserved = False
-        """The next trial is kept for a call that has yet to come."""
+        """A trial is kept for the next call."""
         self._trying = False
 
     @property
@@ -60,12 +58,12 @@ class Breaker:
 
     @property
     def wait_s(self) -> float:
-        """How long it stays, or stayed, open before the next trial."""
+        """Seconds between opening and the next trial."""
         return self._wait
 
     def reserves(self) -> bool:
-        """Is a call worth its preparation? While the breaker is open one caller gets True when a
-        trial is due. The trial is then kept for the first call that comes."""
+        """Whether a call is worth its preparation. While the breaker is open, one caller gets True
+        when a trial is due, which is then kept for the first call that comes."""
         with self._lock:
             if self._until is None:
                 return True
@@ -75,7 +73,8 @@ class Breaker:
             return True
 
     def allows(self) -> bool:
-        """May this call go now? A caller that gets True reports :meth:`ok` or :meth:`fault`."""
+        """Whether this call may go now. A caller that gets True reports :meth:`ok` or
+        :meth:`fault`."""
         with self._lock:
             if self._until is None:
                 return True
@@ -85,7 +84,7 @@ class Breaker:
             return True
 
     def _due(self) -> bool:
-        """Under the lock: is it time for a trial? Then the next one is due after the same wait."""
+        """Under the lock: whether a trial is due. If so, the next is due after the same wait."""
         now = self._clock()
         if self._until is None or now < self._until:
             return False

@@ -11,18 +11,14 @@ EVENTS = (
     *("writes", "reads", "misses", "bytes_written", "bytes_read"),
     *("failed_writes", "failed_reads", "corrupt", "refused"),
 )
-"""Counts of every tier."""
 AWAY_EVENTS = (*EVENTS, "failed_finds", "failed_deletes", "breaker_trips")
-"""Counts of a tier on another machine."""
 
 
 class EventCounts:
-    """``place``: the tier's name in the log. Threads: any. The lock is held for a few
-    instructions."""
+    """``place``: the tier's name in the log. Threads: any."""
 
     def __init__(self, events: Iterable[str], logger: logging.Logger, place: str) -> None:
         self.values = dict.fromkeys(events, 0)
-        """Plain integers, for reading at any time."""
         self._logger, self._place = logger, place
         self._lock = threading.Lock()
         self._logged: set[str] = set()
@@ -32,7 +28,7 @@ class EventCounts:
             self.values[event] += by
 
     def log_first(self, kind: str, what: object) -> None:
-        """Later faults of this kind are only counted."""
+        """Log the first fault of this kind. Later ones are only counted."""
         with self._lock:
             if kind in self._logged:
                 return

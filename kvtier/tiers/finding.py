@@ -15,16 +15,15 @@ class Finding(NamedTuple):
     state: State
     seen: str
     do: str = ""
-    """Empty when there is nothing to do."""
 
     @classmethod
     def of(cls, check: str, wrong: str, seen: str, do: str) -> Finding:
-        """A fail where something is ``wrong``. Else, with what was ``seen``, all is well."""
+        """A fail if ``wrong`` is not empty, else ok with ``seen``."""
         return cls(check, "fail", wrong, do) if wrong else cls(check, "ok", seen)
 
 
 def refused(look: Callable[[], object]) -> str:
-    """A fault in words: the error of a look that raises ConfigError. "" when it does not."""
+    """The text of ``look``'s ConfigError, "" without one."""
     try:
         look()
     except ConfigError as error:

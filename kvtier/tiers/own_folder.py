@@ -19,7 +19,6 @@ from typing import Self
 from kvtier.core.secret_files import open_folder
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Neither follow a link nor wait for the other end of a pipe."""
 
 
 class OwnFolder:
@@ -42,7 +41,6 @@ class OwnFolder:
         self.path = path
         self._made_folders = [each for each in (path, *path.parents) if make and not each.exists()]
         self.made_files: list[str] = []
-        """Names of the files that :meth:`open` has made."""
         self._fd = open_folder(path, make=make)
         state = os.fstat(self._fd)
         wrong, do = _not_ours(state), "run as that user"
@@ -65,11 +63,9 @@ class OwnFolder:
         os.close(self._fd)
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
-        """A descriptor of the file ``name``, which is regular, this user's alone and has no other
-        name.
+        """A descriptor of a regular file that is this user's alone and has no other name.
 
-        ``make``: make it, with mode 0600, where it is missing. Raises ``error`` and OSError.
-        """
+        ``make``: create it, with mode 0600, if missing. Raises ``error`` and OSError."""
         if make:
             with suppress(FileExistsError):
                 made = os.open(
@@ -93,12 +89,11 @@ class OwnFolder:
         return fd
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there. Raises OSError."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
     def undo(self) -> None:
-        """Remove what this object has made, as far as that is possible."""
+        """Remove the files and folders that this object has made, as far as possible."""
         for name in self.made_files:
             with suppress(OSError):
                 self.remove(name)

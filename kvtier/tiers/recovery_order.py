@@ -17,14 +17,11 @@ from kvtier.core.chunk import ChunkKey, own_half, parent_half
 def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
     """Keys ordered coldest first: by stamp, but no parent before its child.
 
-    ``stamped`` pairs each key with any stamp that compares with the others (a sequence number, a
-    time, a tuple). Larger is hotter. A chunk counts as used when one of its descendants was: a hot
-    leaf lifts all its ancestors. Of a key given twice the larger stamp counts. Keys whose parent is
-    not among them are ordered by their stamp alone.
+    ``stamped`` pairs each key with a comparable stamp, larger is hotter. A chunk counts as used
+    when one of its descendants was: a hot leaf lifts all its ancestors. Of a key given twice the
+    larger stamp counts. Keys whose parent is not among them are ordered by their stamp alone.
 
-    Time O(n log n) for the sort and O(n) for the links. A forged cycle of links ends instead of
-    looping.
-    """
+    A forged cycle of links ends instead of looping."""
     hottest_first = [key for key, _ in sorted(stamped, key=lambda pair: pair[1], reverse=True)]
     by_link = {own_half(key): key for key in hottest_first}
     placed: set[ChunkKey] = set()

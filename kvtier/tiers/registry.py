@@ -6,9 +6,8 @@ tier's section and whose value is the module with what :mod:`kvtier.tiers.seam` 
     [project.entry-points."kvtier.tiers"]
     acme = "acme_tier"
 
-One that cannot be used is in :data:`BROKEN`, and every reading of a configuration is refused then.
-Nothing else imports a tier's package: nothing else knows which there are.
-"""
+A package's tier that cannot be used is in :data:`BROKEN`, and every reading of a configuration is
+refused then. Only this module imports tiers' packages."""
 
 from __future__ import annotations
 
@@ -31,23 +30,22 @@ _OURS = {
     "object": "kvtier.extensions.objects.parts",
     "mooncake": "kvtier.extensions.mooncake.parts",
 }
-"""In the order of the table of keys."""
 _NAMES = ("open", "away", "probe", "findings", "plan")
 _SECTION = re.compile(r"[a-z][a-z0-9]{0,30}")
 _TAKEN = ("engine", "ram", "server", "admin", REMOTE, "pool")
-"""Sections, lanes and places that are no tier's of this table."""
+"""Names of other sections, lanes and places."""
 
 
 class RegisteredTier:
-    """One tier. ``origin``: the package that brings it; "": kvtier. What that package raises and
-    kvtier does not know is a ConfigError."""
+    """One tier. ``origin``: the package that brings it, "" for kvtier. An unknown exception of
+    another package becomes a ConfigError."""
 
     def __init__(self, parts: Parts, origin: str = "") -> None:
         self._parts, self.origin = parts, origin
         self.section = parts.SECTION
         self.name = parts.SECTION.name
         self.place = next(iter(parts.SECTION.keys()))
-        """The key without which there is no such tier."""
+        """Flat name and field of the key without which there is no such tier."""
 
     def open(self, own: TierSection, around: Opening) -> Opened:
         with self._in_words("be opened"):
@@ -75,7 +73,6 @@ class RegisteredTier:
             self._parts.plan(found, draft)
 
     def _require(self) -> None:
-        """Raises ConfigError where a library that the tier needs is missing."""
         try:
             require(self.name, self.section.modules)
         except ConfigError as error:
@@ -97,7 +94,7 @@ class RegisteredTier:
 
 
 def _found() -> tuple[dict[str, RegisteredTier], list[str]]:
-    """The tiers by section, and what is wrong with others."""
+    """Tiers by section, and words on those that cannot be used."""
     tiers = {
         name: RegisteredTier(cast("Parts", import_module(where))) for name, where in _OURS.items()
     }
@@ -119,7 +116,6 @@ def _words(origin: str, why: str) -> str:
 def _registered(
     point: metadata.EntryPoint, origin: str, tiers: Mapping[str, RegisteredTier]
 ) -> RegisteredTier:
-    """Raises ConfigError."""
     if point.name in tiers or point.name in _TAKEN:
         raise ConfigError("the section has that name already; expected another name")
     if not _SECTION.fullmatch(point.name):
@@ -138,7 +134,7 @@ def _registered(
 
 
 def _check(section: type[TierSection], name: str) -> None:
-    """Raises ConfigError for a section that cannot be part of a configuration."""
+    """Raises ConfigError for a section that no configuration can have."""
     for attribute in ("name", "title", "latency_s"):
         if not hasattr(section, attribute):
             raise ConfigError(f"its SECTION has no {attribute}")
@@ -153,17 +149,16 @@ def _check(section: type[TierSection], name: str) -> None:
 
 
 TIERS, BROKEN = _found()
-"""Every tier by its section, in the order of the table of keys. What is wrong with others, in
-words."""
+"""Tiers by section, in the order of the table of keys, and words on those that cannot be used."""
 
 
 def is_shared(place: str) -> bool:
-    """Whether other hosts reach what lies in a place of a Store. A server's is on another host."""
+    """Whether other hosts reach the chunks of this place. A server's is on another host."""
     return place == REMOTE or (place in TIERS and TIERS[place].section.shared)
 
 
 def decided(sections: Mapping[str, TierSection]) -> dict[str, Any]:
-    """Values that follow here and now for tiers' keys that are not set, by flat name."""
+    """Values on this host for tiers' unset keys, by flat name."""
     return {
         flat: follows[name]
         for tier, own in configured(sections)
@@ -183,11 +178,11 @@ def planned() -> list[RegisteredTier]:
 
 
 def refuse(tier: RegisteredTier, why: str) -> None:
-    """For configuration, which finds that it cannot have the section of another package's tier."""
+    """Move another package's tier to :data:`BROKEN`: configuration cannot have its section."""
     del TIERS[tier.name]
     BROKEN.append(_words(tier.origin, why))
 
 
 def configured(sections: Mapping[str, TierSection]) -> list[tuple[RegisteredTier, TierSection]]:
-    """The tiers that a configuration has, with their sections, in the order of the table."""
+    """Configured tiers with their sections, in the order of the table of keys."""
     return [(TIERS[name], own) for name, own in sections.items() if own.configured]

@@ -45,17 +45,16 @@ _MARK = b"kvtier/S"
 _NAME_BYTES = 8
 _TAIL_BYTES = _TAG_BYTES + _NONCE_BYTES + len(_MARK) + _NAME_BYTES
 _LOOKED_AT = 8
-"""Recovered chunks that are read at a start until one tells whose key it has."""
+"""Most recovered chunks that a start tries to read to learn whose key sealed them."""
 
 
 def sealed_bytes(chunk_bytes: int) -> int:
-    """Bytes that a chunk of ``chunk_bytes`` takes in the tier below: for whole pages, one page
-    more."""
+    """Bytes of a sealed chunk in the tier below: for whole pages, one page more."""
     return -(-(chunk_bytes + _TAIL_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
 
 def key_name(key: bytes) -> bytes:
-    """8 bytes that tell keys apart and nothing about them. For names, logs and stored chunks."""
+    """8 bytes that tell keys apart and reveal nothing, for names, logs and stored chunks."""
     return sha256(b"kvtier encryption key\0" + key).digest()[:_NAME_BYTES]
 
 
@@ -86,17 +85,17 @@ class SealedTier(ForwardingTier):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The inner tier's, and ``unopened``: chunks whose seal did not open, which are ``corrupt``
-        too."""
+        """The inner tier's counts and ``unopened``: chunks whose seal did not open. These are in
+        ``corrupt`` too."""
         counts = Counter(self.inner.counts)
         counts["unopened"] = self._unopened
         counts["corrupt"] += self._unopened
         return counts
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. Reads one chunk, because a folder whose key was changed holds
-        only misses, and each would let a prompt wait. A shared tier may hold others' chunks, and is
-        not told by one of them."""
+        """See :meth:`Tier.recovered`. One readable chunk tells whether the key was changed. If so
+        all are dropped: each would be a miss that a prompt waits for. A shared tier may hold
+        others' chunks, so one chunk tells nothing there."""
         keys = self.inner.recovered()
         if self.shared or not self._is_foreign(keys):
             return keys
@@ -112,7 +111,6 @@ class SealedTier(ForwardingTier):
         return []
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
-        """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         self._check_size(data)
         stored, end = self._room(), self._chunk_bytes + _TAG_BYTES
         nonce = os.urandom(_NONCE_BYTES)
@@ -121,7 +119,6 @@ class SealedTier(ForwardingTier):
         return self.inner.write(key, stored, owner)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. Raises StateError for a wrong size."""
         self._check_size(into)
         stored = self._room()
         found = self.inner.read(key, stored)
@@ -155,7 +152,7 @@ class SealedTier(ForwardingTier):
         return room
 
     def _cipher(self, nonce: bytes) -> AESGCM:
-        """XAES-256-GCM's derived key: two blocks of CMAC over a counter, the letter X and half of
+        """AES-GCM under XAES-256-GCM's derived key: two CMAC blocks over a counter, X and half of
         the nonce."""
         halves = []
         for counter in (1, 2):
@@ -165,7 +162,6 @@ class SealedTier(ForwardingTier):
         return AESGCM(b"".join(halves))
 
     def _opens(self, key: ChunkKey, stored: memoryview, into: memoryview) -> bool:
-        """Decrypt and authenticate ``stored`` into ``into``."""
         end = self._chunk_bytes + _TAG_BYTES
         nonce = bytes(stored[end : end + _NONCE_BYTES])
         try:
@@ -179,7 +175,7 @@ class SealedTier(ForwardingTier):
         return stored[start : start + len(self._sign)] == self._sign
 
     def _is_foreign(self, keys: Sequence[ChunkKey]) -> bool:
-        """Was the most recently used of these chunks that can be read sealed by another key?"""
+        """Whether another key sealed the most recently used chunk that can be read."""
         stored = self._room()
         for key in keys[: -_LOOKED_AT - 1 : -1]:
             if self.inner.read(key, stored):

@@ -30,25 +30,22 @@ Value = int | float | str
 T = TypeVar("T", int, float)
 
 NO_URL = "no URL was given"
-"""The plan's reason for a tier without a URL."""
 
 
 class Url(Protocol):
-    """Reader of a URL that is the value of a key. A module can be one."""
+    """Reader of a key whose value is a URL. A module can be one."""
 
     def parse(self, text: str) -> object:
         """Raises ConfigError, whose text shows no piece of ``text``."""
 
     def masked(self, text: str) -> str:
-        """``text`` as a log may show it."""
+        """``text`` without secrets, for logs."""
 
     def safe(self, text: str) -> str | None:
         """:meth:`masked` for any text that may be a URL of this kind. None: it is of another."""
 
 
 class About(NamedTuple):
-    """Purpose of a key."""
-
     unit: str
     """A word of :data:`kvtier.config.values.PARSERS`, or ``url``."""
     reason: str
@@ -56,17 +53,17 @@ class About(NamedTuple):
     needs: str = ""
     """The key of the same section without which this one has no effect, and is refused."""
     url: Url | None = None
-    """For the unit ``url``: what reads it."""
+    """Reader of the value, for the unit ``url``."""
     planned: Literal["", "given", "measured"] = ""
     """Whether a plan sets it: from what the operator gave, or from what the machine has."""
     flag: str = ""
-    """The help of its flag of ``kvtier plan``. Empty: there is no such flag."""
+    """Help of the key's flag of ``kvtier plan``. Empty: no flag."""
     flat: str = ""
-    """The flat name, where it is not the section's prefix and the field's name."""
+    """Flat name, where it is not the section's prefix and the field's name."""
 
 
 def key(unit: str, reason: str, default: Any = None, **more: Any) -> Any:
-    """A field of a :class:`ConfigSection`. ``more``: other fields of :class:`About`. A trailing
+    """A field of a :class:`ConfigSection`. ``more``: further :class:`About` fields. A trailing
     ``_`` of the field's name is not part of the key."""
     return field(default=default, metadata={"about": About(unit, reason, **more)})
 
@@ -76,18 +73,18 @@ class ConfigSection:
     """Keys that a file has below one word."""
 
     name: ClassVar[str]
-    """That word. The section of a tier is the tier's name in metrics, too."""
+    """The word, which is also the tier's name in metrics."""
     prefix: ClassVar[str | None] = None
-    """First part of each flat key. None: the name and ``_``."""
+    """First part of each flat key. None: ``name`` and ``_``."""
     removed: ClassVar[Mapping[str, str]] = {}
-    """Keys of earlier versions, without the section -> what replaces each."""
+    """Keys of earlier versions, without the section -> replacement."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Where each value that is not a default came from, by field."""
+    """Sources of the values that are no defaults, by field."""
 
     @classmethod
     def keys(cls) -> dict[str, tuple[str, About]]:
-        """Flat name -> name of the field, and what it is for. In the order of the class."""
+        """Flat name -> field name and :class:`About`, in the order of the class."""
         prefix = f"{cls.name}_" if cls.prefix is None else cls.prefix
         return {
             about.flat or f"{prefix}{each.name.rstrip('_')}": (each.name, about)
@@ -96,38 +93,36 @@ class ConfigSection:
         }
 
     def source(self, name: str) -> str:
-        """Where the value of a field came from."""
         return self.sources.get(name, "default")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ConfigSection):
-    """The keys of one tier. The first key says where its chunks are. None there: the tier is not
+    """Keys of one tier. The first key is the place of its chunks; None: the tier is not
     configured."""
 
     title: ClassVar[str]
-    """The tier within a sentence."""
+    """Name of the tier within a sentence."""
     latency_s: ClassVar[float]
-    """Usual seconds from a request to its first byte. Tiers are asked in this order."""
+    """Usual seconds to the first byte. Tiers are asked in this order."""
     modules: ClassVar[Sequence[str]] = ()
-    """Modules that must be importable. kvtier's extra of the same name installs them."""
+    """Modules that the tier needs. kvtier's extra of the tier's name installs them."""
     shared: ClassVar[bool] = True
     """Other hosts use the same chunks."""
     medium: ClassVar[Literal["DISK", "P2P", "EXTERNAL_UNSPECIFIED"]] = "EXTERNAL_UNSPECIFIED"
-    """Where vLLM's metrics say that a hit came from: a disk of this host, or memory of others. A
-    remote store is unspecified there."""
+    """Origin of hits in vLLM's metrics: this host's disk, other hosts' memory, or unspecified (a
+    remote store)."""
     lmcache: ClassVar[Mapping[str, str]] = {}
-    """Schemes of LMCache's ``remote_url`` that this tier serves -> how it is configured here."""
+    """Schemes of LMCache's ``remote_url`` -> how to configure the same here."""
 
     @property
     def configured(self) -> bool:
-        """Whether the tier is configured."""
         name, _ = next(iter(self.keys().values()))
         return getattr(self, name) is not None
 
     def decided(self) -> Mapping[str, Any]:
-        """Values on this host for keys that are not set, by field. Only values that the tier does
-        not decide by itself when it is opened."""
+        """Values on this host of unset keys, by field, unless the tier itself decides them when
+        opened."""
         return {}
 
     @property
@@ -136,51 +131,48 @@ class TierSection(ConfigSection):
         return True
 
     def daily_writes(self) -> int | None:
-        """Most bytes written a day. With a limit, chunks are written when RAM drops them, and not
-        as they are saved. None: no limit."""
+        """Most bytes written a day. None: no limit. With a limit, chunks are written when RAM drops
+        them instead of when they are saved."""
         return None
 
     def for_slots(self, slot_bytes: int) -> TierSection:
-        """The section for one chunk size of a server, which opens a tier for each size."""
+        """Section for one chunk size: a server opens a tier for each size."""
         return self
 
 
 class Opening(NamedTuple):
-    """Surroundings that a tier is opened in."""
-
     chunk_bytes: int
-    """Bytes of a chunk as it is written, which are more than a slot's where chunks are sealed."""
+    """Bytes of a chunk as written: more than a slot's where chunks are sealed."""
     namespace: bytes
-    """First part of each chunk's name where several layouts share a store. Chunks of different
-    layouts or encryption keys have different names there."""
+    """Part of the chunk names in a shared store, so that chunks of different layouts or encryption
+    keys never collide."""
     replica: int = 0
     """The engine's data-parallel index."""
     lent: bool = False
-    """The tier begins without room of its own: other Stores of this host have it, and lend it."""
+    """The tier begins without room: other Stores of this host have it, and lend it."""
     in_huge_pages: Callable[[memoryview], bool] = lambda _: False
-    """Whether a slot lies in huge pages."""
 
 
 class Opened(NamedTuple):
-    """A tier that was opened. It owns nothing that its ``close`` does not end."""
+    """An open tier, which owns nothing that its ``close`` does not end."""
 
     tier: Tier
     threads: int
-    """Threads of its lane: how many calls run at once."""
+    """Threads of the tier's lane, so the most calls at once."""
     said: str = ""
-    """A line for the log once everything is open."""
+    """Log line once everything is open."""
 
 
 Trial = Callable[["TierSection"], str]
-"""Saves chunks with this section in one process, loads and compares them in another, and deletes
-them. Returns the problem in words, or "" for none."""
+"""Saves chunks in one process, loads and compares them in another, deletes them. Returns the
+problem, or ""."""
 
 
 def then_tried(
     findings: Iterable[Finding], tried: Trial | None, own: TierSection, do: str
 ) -> Iterator[Finding]:
-    """The findings on a tier. When none of them is a fail, the self-test with the section ``own``
-    follows. ``do``: what to do when the self-test fails."""
+    """``findings``, then, unless one is a fail, the self-test of ``own``. ``do``: advice for its
+    failure."""
     found = list(findings)
     yield from found
     if tried is not None and all(finding.state != "fail" for finding in found):
@@ -190,7 +182,7 @@ def then_tried(
 
 def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
     """Whether a store on the network can be used now. ``look``: the tier's ``away``. ``end``: the
-    word for the store's part that is asked, for the advice."""
+    part of the store that the advice names."""
     try:
         return Finding.of(tier, look(), seen, f"look at the network and the {end} from here")
     except KVTierError as error:
@@ -198,21 +190,21 @@ def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
 
 
 class TierFacts:
-    """Facts that a probe has found of a tier. A tier's own facts are a subclass."""
+    """Facts that a tier's probe has found. Each tier has a subclass."""
 
     @property
     def host_bytes(self) -> int | None:
-        """Memory of this host that the tier's store may still take. None: it takes none."""
+        """Memory of this host that the tier's store may still take. None: none of this host's."""
         return None
 
     def measured(self, seconds: float) -> TierFacts:
-        """Facts with speeds, measured within ``seconds``. A failure is an unknown fact with
-        its reason."""
+        """Facts with speeds, measured within ``seconds``. A failure is an unknown fact with its
+        reason."""
         return self
 
 
 class Draft(Protocol):
-    """The part of a plan that is one tier's."""
+    """One tier's part of a plan."""
 
     @property
     def stores(self) -> int:
@@ -226,9 +218,9 @@ class Draft(Protocol):
         """Why ``size`` bytes are not worth a tier. "" when one long context fits."""
 
     def pays(self, speed: Fact[float], latency_s: float | None = None) -> bool:
-        """Whether hits are ever loaded sooner than computed. The plan then shows the length from
-        which that is so, or leaves the tier out. ``speed``: bytes a second. ``latency_s``: seconds
-        to the first byte, where the section's do not apply."""
+        """Whether loading a hit is ever faster than computing it. The plan then shows the length
+        from which it is, or leaves the tier out. ``speed``: bytes a second. ``latency_s``: seconds
+        to the first byte, instead of the section's."""
 
     def set(self, key: str, value: Value, source: str, reason: str) -> None:
         """Set a key."""
@@ -237,7 +229,7 @@ class Draft(Protocol):
         """Show a fact that led to the plan."""
 
     def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
-        """The fact's value. If it is unknown, ``otherwise``, and the plan shows the assumption."""
+        """The fact's value, or ``otherwise``, which the plan then shows as an assumption."""
 
     def leave_out(self, reason: str) -> None: ...
 
@@ -245,7 +237,7 @@ class Draft(Protocol):
 
 
 class Parts(Protocol):
-    """The module of a tier, as a type. The text of this module explains the names."""
+    """Type of a tier's module. This module's text explains the names."""
 
     SECTION: type[TierSection]
 
@@ -253,18 +245,18 @@ class Parts(Protocol):
         """Raises ConfigError or TierError, and leaves nothing open then."""
 
     def away(self, own: Any) -> str:
-        """Why the tier cannot be used now: waiting repairs it, and until then its chunks are
-        misses. Empty: it can be used. Takes a few seconds at most. Raises ConfigError or TierError
-        for a problem that waiting does not repair."""
+        """Why the tier cannot be used until time repairs it; its chunks are misses meanwhile. Empty
+        when it can be used. Takes a few seconds at most. Raises ConfigError or TierError for a
+        problem that waiting does not repair."""
 
     def probe(self, own: Any) -> TierFacts:
-        """Facts for the plan. Takes two seconds at most. Raises only ConfigError, for keys that
-        cannot be read: a store that is away is a fact."""
+        """Facts for the plan, within two seconds. Raises only ConfigError, for keys that cannot be
+        read: a store that is away is a fact."""
 
     def findings(self, own: Any, tried: Trial | None) -> Iterator[Finding]:
-        """Findings for ``kvtier doctor``. ``tried`` may be called with a section of smaller sizes.
-        It is None where nothing can be tried."""
+        """Findings for ``kvtier doctor``. ``tried`` may be called with smaller sizes; None: nothing
+        can be tried."""
 
     def plan(self, found: Any, draft: Draft) -> None:
-        """Set the tier's keys, or leave the tier out. ``found``: the facts of :meth:`probe`, or
-        None for a tier that is not configured. Probes nothing."""
+        """Set the tier's keys, or leave the tier out, without probing. ``found``: facts of
+        :meth:`probe`, None for a tier that is not configured."""

@@ -1,13 +1,12 @@
-"""Is all true that an NVMe tier's folder says? Reads every slot. Only a repair changes any.
+"""Check of an NVMe tier's folder. Reads every slot. Only a repair changes any.
 
-What is compared: the superblock with both files' sizes, every record with its own checksum, every
+Compared are the superblock with both files' sizes, every record with its own checksum, every
 payload with the checksum in its record, and keys with each other. The Store writes whole slots, so
 a payload is as long as its slot. Payloads are dropped from the page cache before they are read: the
-answer is the disk's. Encrypted chunks are compared as they lie there, without the key. That they
-open is not checked.
+answer is the disk's. Encrypted chunks are compared as they are, without the key.
 
-A folder in use is refused: it changes under the reader, and its owner checks what it reads anyway.
-"""
+A folder in use is refused: it changes under the reader, and its owner checks what it reads
+anyway."""
 
 from __future__ import annotations
 
@@ -40,39 +39,33 @@ _READ_STEP = 8 << 20
 
 
 class Report(msgspec.Struct):
-    """One folder. Every slot is counted once: good, corrupt, damaged, stale or free."""
+    """One folder. Every slot counts once: good, corrupt, damaged, stale or free."""
 
     path: str
     slot_bytes: int = 0
     slots: int = 0
     closed: bool = False
-    """Its last owner closed it. Otherwise it crashed, which costs nothing that was written."""
+    """The last owner closed it. After a crash all that was written is there too."""
     good: int = 0
     corrupt: int = 0
-    """A good record whose payload does not match it, or cannot be read."""
+    """Good records whose payload does not match, or cannot be read."""
     damaged: int = 0
     """Records that do not match their own checksum."""
     stale: int = 0
-    """Older records of a key that has a newer one: a power cut undid their deletion. No tier
-    believes them."""
+    """Older records of a key: a power cut undid their deletion. No tier believes them."""
     free: int = 0
     repaired: int = 0
-    """Slots that this check made free."""
     problems: list[str] = []
-    """Faults of the files as a whole."""
 
     @property
     def bad(self) -> bool:
-        """Something is left that a tier would have to find out by itself."""
+        """Whether a tier would still find damage by itself."""
         return bool(self.problems or self.corrupt + self.damaged) and not self.repaired
 
 
 def tier_folders(place: Path) -> list[Path]:
-    """``place``, if it is a tier's folder, and those directly in it: a server's size classes, an
-    engine's replicas.
-
-    Raises ConfigError when there is none.
-    """
+    """Tiers' folders: ``place`` and those directly in it (a server's size classes, an engine's
+    replicas). Raises ConfigError when there is none."""
     folders = (place, *sorted(place.glob("*/")))
     # not Path.exists, which raises for a folder that this user may not enter
     found = [folder for folder in folders if os.path.exists(folder / INDEX_NAME)]
@@ -84,12 +77,11 @@ def tier_folders(place: Path) -> list[Path]:
 
 
 def check(folder: Path, *, repair: bool = False) -> Report:
-    """Look at every slot. ``repair``: make bad ones free. About as fast as one thread reads the
-    disk.
+    """Look at every slot, about as fast as one thread reads the disk. ``repair``: make bad ones
+    free.
 
     Raises TierError when the folder is in use, not this user's alone, not readable, or of a newer
-    format (which is not ours to repair).
-    """
+    format (which is not ours to repair)."""
     with _locked(folder, os.O_RDWR if repair else os.O_RDONLY) as (files, index):
         report = Report(str(folder), problems=[])
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
@@ -121,9 +113,9 @@ def check(folder: Path, *, repair: bool = False) -> Report:
 
 
 def discard(folder: Path, owner: int | None = None) -> int:
-    """Remove a tier's folder that is not in use, or of its chunks ``owner``'s (see
-    :func:`kvtier.core.tenant.may`). Returns how many chunks went. A folder of another format is
-    removed in any case. Raises TierError when it is in use."""
+    """Remove a tier's folder, or only ``owner``'s chunks (:func:`kvtier.core.tenant.may`). Returns
+    the number of chunks. A folder of another format always goes. Raises TierError when it is in
+    use."""
     with _locked(folder, os.O_RDWR) as (files, index):
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         chunks = 0
@@ -144,7 +136,7 @@ def discard(folder: Path, owner: int | None = None) -> int:
 
 @contextmanager
 def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
-    """The folder, and the index file's descriptor under the lock that a running tier holds."""
+    """Open folder, and index descriptor under the lock of a running tier."""
     try:
         with TierFolder(folder) as files, _descriptor(files.open(INDEX_NAME, mode)) as index:
             if who := lock(index):
@@ -169,7 +161,7 @@ def _descriptor(fd: int) -> Iterator[int]:
 
 
 def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records]:
-    """The records that the file has. The slots behind them are free."""
+    """The records in the file. The slots behind them are free."""
     there = max(0, os.fstat(index).st_size - PAGE_BYTES) // RECORD_BYTES
     slots = min(superblock.slots, there)
     table = memoryview(bytearray(slots * RECORD_BYTES))
@@ -179,7 +171,7 @@ def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records
 
 
 def _count(report: Report, files: TierFolder, table: memoryview, records: Records) -> list[int]:
-    """Fill in the report. Returns the slots that are bad or stale."""
+    """Fill in the report. Returns the bad and stale slots."""
     words = np.frombuffer(table, dtype="<u8").reshape(-1, RECORD_BYTES // 8)
     used = set(np.flatnonzero(words[:, 7] | words[:, -1]).tolist())  # sequence number and checksum
     believed = records.slots.tolist()
@@ -197,7 +189,6 @@ def _count(report: Report, files: TierFolder, table: memoryview, records: Record
 def _corrupt(
     files: TierFolder, records: Records, order: Sequence[int], slot_bytes: int
 ) -> list[int]:
-    """Slots whose payload is not what its record says."""
     if not order:
         return []
     try:

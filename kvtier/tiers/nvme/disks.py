@@ -1,7 +1,5 @@
-"""Folders for the NVMe tier: their room, file system and device.
-
-Paths themselves (``statvfs``, the O_DIRECT trial) are always real.
-"""
+"""Folders for the NVMe tier: their room, file system and device. ``statvfs`` and the O_DIRECT trial
+always look at the real path, also where tests give another root."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ CANDIDATES = (
     "/mnt",
     "/data",
 )
-"""Where images and clouds mount local disks. A folder counts only if it is a real mount. The
-temporary folders always count."""
+"""Places where images and clouds mount local disks. They count only as real mounts."""
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILESYSTEMS = frozenset(
     {
@@ -51,30 +48,25 @@ NETWORK_FILESYSTEMS = frozenset(
     }
 )
 SIZE_FOLDERS = "slots-*/"
-"""A server's, one for each size of its chunks, below ``nvme_path``."""
+"""Below ``nvme_path``: a server's folders, one for each chunk size."""
 _ALWAYS = ("/var/tmp", "/tmp")
 _PAGE = 4096
 _LEAST_LEFT_BYTES = 64 << 20
-"""Less than this is not worth a word."""
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 4, "ebs": 2, "rotational": 1}
-"""Calls at once, by kind of disk. While a thread verifies what it has read, the others keep the
-disk busy."""
+"""Calls at once, by kind of disk: some verify what they read while others keep it busy."""
 _UNKNOWN = 4
 _UNKNOWN_CPUS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """One candidate directory."""
-
     path: str
     free: Fact[int] = UNSEEN
-    """Free for this user, without root's reserve."""
+    """Without root's reserve."""
     total: Fact[int] = UNSEEN
     own: Fact[int] = UNSEEN
-    """Bytes in files that an earlier kvtier left there. They can be reused, so they count as
-    free."""
+    """Bytes in an earlier kvtier's files, which are reused and so count as free."""
     filesystem: Fact[str] = UNSEEN
     writable: Fact[bool] = UNSEEN
     o_direct: Fact[bool] = UNSEEN
@@ -82,12 +74,12 @@ class Disk:
     """nvme | ssd | ebs | virtual | rotational."""
     read_speed: Fact[float] = UNSEEN
     left: tuple[str, ...] = ()
-    """Folders that others left behind there, each in words: see :func:`left_behind`."""
+    """See :func:`left_behind`."""
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
-    """The given paths. Without any: a folder for kvtier in each of :data:`CANDIDATES` and the
-    temporary folders, at most one for each device."""
+    """The given paths. Without any: a folder ``kvtier`` in each of :data:`CANDIDATES` and the
+    temporary folders, at most one a device."""
     if paths:
         return tuple(probe_disk(path, root) for path in paths)
     seen: set[int] = set()
@@ -101,8 +93,7 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
 
 
 def probe_disk(path: str, root: Path = ROOT) -> Disk:
-    """Look at the directory ``path``, or where it does not exist yet, at the nearest folder above
-    it."""
+    """Facts of the folder ``path``, or of the nearest one above it that exists."""
     place = Path(path).resolve()
     while not place.is_dir():
         place = place.parent
@@ -128,8 +119,8 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
 
 
 def reusable(disk: Disk, *, server: bool) -> Disk:
-    """``disk``, of whose files a server counts what servers left there, and an engine what engines
-    left: neither can use the other's, which is named."""
+    """``disk`` with reusable files alone: servers' for a server, engines' for an engine. The
+    others' are in ``left``."""
     disk = replace(disk, left=left_behind(disk.path, servers=not server))
     servers = fact_of(
         lambda: sum(_own_bytes(folder) for folder in Path(disk.path).glob(SIZE_FOLDERS)),
@@ -143,8 +134,8 @@ def reusable(disk: Disk, *, server: bool) -> Disk:
 
 
 def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
-    """Folders that servers, or engines, have left at ``path`` while none of them is there: each
-    folder with its size and the command that frees it."""
+    """Words on folders that servers, or engines, left at ``path`` and that are not in use: size,
+    and command that frees it."""
     place = Path(path)
     found, of_servers = [], set(place.glob(SIZE_FOLDERS))
     for folder in sorted((place, *place.glob("*/"))):
@@ -159,8 +150,7 @@ def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
 
 
 def disk_threads(disk: Disk, cpus: int | None) -> int:
-    """Reads and writes in flight: enough for its kind, at most two for each
-    CPU."""
+    """Calls at once: enough for the kind of disk, at most two a CPU."""
     wanted = _THREADS.get(disk.device.value or "", _UNKNOWN)
     return max(1, min(wanted, 2 * (cpus or _UNKNOWN_CPUS)))
 
@@ -176,7 +166,7 @@ def _own_bytes(path: Path) -> int:
 
 
 def _try_direct(place: Path) -> tuple[Fact[bool], Fact[bool]]:
-    """(writable, O_DIRECT works), by writing one page into a file that has no name."""
+    """(writable, O_DIRECT works), by writing a page to a nameless file."""
     if not os.access(place, os.W_OK | os.X_OK):
         refused = f"no right to write in {place}"
         return known(False, refused), unknown(refused)
@@ -191,7 +181,7 @@ def _try_direct(place: Path) -> tuple[Fact[bool], Fact[bool]]:
 
 @contextlib.contextmanager
 def open_direct(place: Path) -> Any:
-    """A file descriptor with O_DIRECT, of a file that vanishes with it. Raises OSError."""
+    """Descriptor with O_DIRECT of a file that vanishes with it. Raises OSError."""
     flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
     try:
         fd = os.open(place, flags | os.O_TMPFILE, 0o600)
@@ -222,7 +212,7 @@ def _device(mount: Mount, root: Path) -> Fact[str]:
 
 
 def _device_kinds(device: Path) -> set[str]:
-    """The kinds of all disks under a partition, RAID or device-mapper volume."""
+    """Kinds of the disks under a partition, RAID or device-mapper volume."""
     if (device / "partition").exists():
         device = device.parent
     slaves = list((device / "slaves").glob("*"))

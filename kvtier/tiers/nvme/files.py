@@ -1,16 +1,13 @@
-"""The two files of one NVMe tier: found or made, locked, reserved in full, and read and written by
-slot.
+"""SlotFiles: an NVMe tier's two files, locked, reserved in full, read and written by slot.
 
-Nothing here knows keys or checksums. Positioned I/O only, so any number of threads may use one
-:class:`SlotFiles`.
+Nothing here knows keys or checksums. Positioned I/O only, so any number of threads may use it.
 
-Payloads go through O_DIRECT: they bypass the page cache, which would push out the host's own pages.
-A disk reads and writes huge pages up to twice as fast as small ones that lie anywhere. So memory in
-huge pages goes to and from the disk as it is. Other memory passes through a buffer of the thread's
-own, in huge pages: the copy takes a tenth of the time that it saves (``bench/NOTES.md``). Records
-go through the page cache: a 128-byte buffered write takes 3 us where a direct one takes 100 us, and
-it outlives the process all the same. For a power cut see :mod:`kvtier.tiers.nvme.index`.
-"""
+Payloads go through O_DIRECT: the page cache would push out the host's own pages. A disk moves huge
+pages up to twice as fast as small ones that lie anywhere. So memory in huge pages goes to the disk
+as it is. Other memory passes through a thread's own huge-page buffer: the copy takes a tenth of the
+time that it saves (``bench/NOTES.md``). Records go through the page cache: a 128-byte buffered
+write takes 3 us where a direct one takes 100 us, and outlives the process all the same. For a power
+cut see :mod:`kvtier.tiers.nvme.index`."""
 
 from __future__ import annotations
 
@@ -50,20 +47,17 @@ _STAGING_BYTES, _HUGE_BYTES = 4 << 20, 2 << 20
 
 class SlotFiles:
     """Opened, exclusively locked and wholly reserved files for ``slots`` payloads of at most
-    ``slot_bytes`` bytes. ``lent``: what has no blocks gets none before :meth:`reserve`, but for the
-    records.
+    ``slot_bytes`` bytes. ``lent``: payloads get no new blocks before :meth:`reserve`.
 
-    ``in_huge_pages`` tells of a payload's memory whether the disk may have it as it is.
+    ``in_huge_pages``: whether the disk may have a payload's memory as it is.
 
     Attributes:
         direct: payloads bypass the page cache.
-        kept: this many leading slots and their records are from before. The others are empty.
-        clean: the last owner closed them (True too for new files).
+        kept: number of leading slots from before. The others are empty.
+        clean: the last owner closed them, or they are new.
 
-    Raises TierError, with nothing left behind, when another process holds the folder, the file
-    system has no room, or the folder cannot be written or is not this user's alone
-    (:mod:`kvtier.tiers.nvme.folder`).
-    """
+    Raises TierError, with nothing left behind, when another process holds the folder, there is no
+    room, or the folder cannot be written or is not this user's alone."""
 
     def __init__(
         self,
@@ -113,7 +107,7 @@ class SlotFiles:
             raise
 
     def write_payload(self, slot: int, data: memoryview) -> None:
-        """Write ``data`` at the start of a slot, and zeros up to the next page. Raises OSError."""
+        """Write ``data`` to a slot, with zeros up to the next page. Raises OSError."""
         for at, part, room in self._pieces(slot, data):
             if room is not part:
                 room[: part.nbytes] = part
@@ -122,7 +116,6 @@ class SlotFiles:
                 raise OSError(errno.ENOSPC, "short write")
 
     def read_payload(self, slot: int, into: memoryview) -> None:
-        """Fill ``into`` from the beginning of a slot. Raises OSError."""
         for at, part, room in self._pieces(slot, into):
             if os.preadv(self._payload, [room.data], at) != room.nbytes:
                 raise OSError(errno.EIO, "short read")
@@ -130,8 +123,8 @@ class SlotFiles:
                 part[:] = room[: part.nbytes]
 
     def _pieces(self, slot: int, view: memoryview) -> Iterator[tuple[int, Bytes, Bytes]]:
-        """``(place in the file, piece, memory for the disk)``: the view as it is, or cut into what
-        this thread's buffer holds, with whole pages of that buffer."""
+        """``(file offset, piece, memory for the disk)``: the view as it is, or cut to fit the
+        thread's buffer, of which whole pages go to the disk."""
         at, whole = slot * self.slot_bytes, np.frombuffer(view, np.uint8)
         if not whole.nbytes % PAGE_BYTES and self._in_huge_pages(view):
             yield at, whole, whole
@@ -141,13 +134,11 @@ class SlotFiles:
             yield at + start, part, _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]
 
     def write_record(self, slot: int, record: bytes) -> None:
-        """Replace one record. Raises OSError."""
         if os.pwrite(self._index, record, PAGE_BYTES + slot * RECORD_BYTES) != RECORD_BYTES:
             raise OSError(errno.ENOSPC, "short write")
 
     def give_back(self, slot: int, count: int) -> None:
-        """Return the blocks of free slots, so many from ``slot`` on, to the file system. Raises
-        OSError."""
+        """Return the blocks of ``count`` free slots to the file system. Raises OSError."""
         start, size = (
             ctypes.c_int64(slot * self.slot_bytes),
             ctypes.c_int64(count * self.slot_bytes),
@@ -156,7 +147,7 @@ class SlotFiles:
             raise OSError(ctypes.get_errno(), "cannot give blocks back")
 
     def reserve(self, slot: int, count: int) -> None:
-        """Have blocks for so many slots from ``slot`` on again, for all or none. Raises OSError."""
+        """Allocate blocks for ``count`` slots, all or none. Raises OSError."""
         try:
             os.posix_fallocate(self._payload, slot * self.slot_bytes, count * self.slot_bytes)
         except OSError:
@@ -164,7 +155,6 @@ class SlotFiles:
             raise
 
     def read_table(self) -> memoryview:
-        """The first ``kept`` records. Raises OSError."""
         table = memoryview(bytearray(self.kept * RECORD_BYTES))
         for start in range(0, len(table), _READ_STEP):
             part = table[start : start + _READ_STEP]
@@ -173,14 +163,13 @@ class SlotFiles:
         return table
 
     def in_place(self) -> bool:
-        """Whether the folder's path still leads to both files, so that what is written will be
-        found by the next start. Takes microseconds."""
+        """Whether the folder's path still leads to both files. Takes microseconds."""
         names = ((INDEX_NAME, self._index), (SLOTS_NAME, self._payload))
         return not self._locked or all(leads_to(self.path / name, fd) for name, fd in names)
 
     def close(self, table: memoryview | None) -> None:
-        """Replace all records by ``table`` if given, make everything durable, mark it clean, let
-        go. Raises OSError."""
+        """Replace all records by ``table``, make all durable, mark it clean, let go. Raises
+        OSError."""
         try:
             if table is not None:
                 for start in range(0, len(table), _READ_STEP):
@@ -217,8 +206,7 @@ class SlotFiles:
         return table_bytes(self.slots) + (0 if self._lent else self.slots * self.slot_bytes)
 
     def _check_room(self) -> None:
-        """The files never take the last of a file system: a margin of 5 %, at most 1 GiB, stays
-        free."""
+        """Raises TierError unless 5 % of the file system, at most 1 GiB, stay free."""
         system = os.fstatvfs(self._index)
         free = system.f_bavail * system.f_frsize
         margin = min(_GIB, system.f_blocks * system.f_frsize // 20)
@@ -233,7 +221,7 @@ class SlotFiles:
             )
 
     def _adopt(self) -> None:
-        """Find out how much of what the files hold from before can be used."""
+        """Set ``kept`` and ``clean`` by what the files hold from before."""
         old = Superblock.unpack(os.pread(self._index, PAGE_BYTES, 0))
         if old and old.version == FORMAT_VERSION and old.slot_bytes == self.slot_bytes:
             self.kept = min(self.slots, os.fstat(self._payload).st_size // self.slot_bytes)
@@ -265,9 +253,8 @@ class SlotFiles:
             )
 
     def _reserve(self) -> None:
-        """Cut both files to what is kept, so that all else reads as zeros, then give them their
-        full size in allocated blocks, so that no later write runs out of room. Payloads that are
-        lent their size alone."""
+        """Cut both files to what is kept, so that the rest reads as zeros. Then allocate their full
+        size, so that no later write runs out of room. Lent payloads get the size without blocks."""
         for fd, kept, size, give in (
             (
                 self._index,
@@ -317,9 +304,8 @@ class SlotFiles:
         )
 
     def _release(self) -> None:
-        """Let go of files and lock but keep the descriptors' numbers: a call that comes late, from
-        a thread that hung in an I/O, gets an error instead of whichever file has the number next.
-        The numbers go with this object."""
+        """Let go of files and lock but keep the descriptors' numbers: a late call, of a thread that
+        hung in an I/O, gets an error instead of whichever file has the number next."""
         self._locked = False
         for fd in (self._index, self._payload):
             if fd >= 0:
@@ -332,8 +318,7 @@ class SlotFiles:
 
 
 def lock(index: int) -> str:
-    """Lock a folder by its index file. Returns which process has it locked, "" when it is ours
-    now."""
+    """Lock a folder by its index file. Returns the process that holds it, "" on success."""
     try:
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -347,8 +332,7 @@ def _allocate(fd: int, size: int) -> None:
 
 
 class _Staging(threading.local):
-    """A thread's own memory between slots and the disk: in huge pages where the kernel has them to
-    give."""
+    """A thread's buffer for the disk, in huge pages where the kernel has any."""
 
     def __init__(self) -> None:
         region = mmap.mmap(-1, _STAGING_BYTES + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,7 +1,5 @@
-"""The folder of an NVMe tier, which is this user's alone (:mod:`kvtier.tiers.own_folder`), and
-whether it is still there: who may write its parents can take it away, which :func:`leads_to`
-notices.
-"""
+"""TierFolder: this user's alone (:mod:`kvtier.tiers.own_folder`). Who may write its parents can
+take it away, which :func:`leads_to` notices."""
 
 from __future__ import annotations
 
@@ -19,14 +17,13 @@ LEARNT_NAME = "learnt.kvtier"
 
 
 class TierFolder(OwnFolder):
-    """See OwnFolder. Raises TierError and OSError."""
+    """An :class:`OwnFolder` that raises TierError and OSError."""
 
     def __init__(self, path: Path, *, make: bool = False) -> None:
         super().__init__(path, f"NVMe tier {path}", TierError, make=make)
 
 
 def may_take(path: Path) -> bool:
-    """Whether a tier would take this folder, or make it."""
     try:
         with TierFolder(path):
             return True
@@ -37,8 +34,8 @@ def may_take(path: Path) -> bool:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether ``path`` is still a name of the open file. True as well where it cannot be told now,
-    as on a disk that fails: then each I/O says so itself."""
+    """Whether ``path`` still names the open file. True too where a failing disk cannot tell: each
+    I/O does then."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):
@@ -48,11 +45,8 @@ def leads_to(path: Path, fd: int) -> bool:
 
 
 def holders_of_removed(path: Path) -> list[int]:
-    """Processes of this user (for root: of all) that have a file open which was removed from
-    ``path``.
-
-    Looks at every open file of theirs: some 0.1 s on a busy host.
-    """
+    """Processes of this user (for root: all) that have a removed ``path`` open. Looks at every open
+    file of theirs: some 0.1 s on a busy host."""
     gone, holders = f"{path} (deleted)", set()
     for link in iglob("/proc/[0-9]*/fd/*"):  # Path.glob fails when a process ends meanwhile
         with suppress(OSError):

@@ -20,12 +20,12 @@ from kvtier.tiers.nvme.folder import INDEX_NAME, TierFolder
 logger = logging.getLogger("kvtier")
 
 _MOST_S = 30.0
-"""The longest wait. An engine ends within seconds of a kill, or never."""
+"""Longest wait. A killed engine ends within seconds, or never."""
 _POLL_S = 0.1
 
 
 def holder(folder: Path) -> str:
-    """The process that has this tier open. Empty when there is none, or no tier of this user's."""
+    """The process that has this tier open. Empty: none, or the tier is not this user's."""
     with suppress(OSError, TierError), TierFolder(folder) as files:
         index = files.open(INDEX_NAME, os.O_RDONLY)
         try:
@@ -36,8 +36,8 @@ def holder(folder: Path) -> str:
 
 
 def wait_until_free(folders: Iterable[Path], most_s: float = _MOST_S) -> None:
-    """Log which process has a folder, and wait until it has ended. Raises TierError when it has
-    one after ``most_s`` seconds."""
+    """Log which process has a folder, and wait for its end. Raises TierError after ``most_s``
+    seconds."""
     until = time.monotonic() + most_s
     for folder in folders:
         told = ""

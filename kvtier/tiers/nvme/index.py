@@ -37,7 +37,7 @@ EMPTY_RECORD = bytes(RECORD_BYTES)
 MOST_SLOT_BYTES = 1 << 30
 _MOST_SLOTS = 1 << 32
 _MOST_WRITTEN_BYTES = 1 << 60
-"""More than any disk takes in its life. A record with a number beyond it is not ours."""
+"""More than any disk takes in its life. A record with a greater number is not ours."""
 
 _BODY_BYTES = RECORD_BYTES - 8
 _BODY = struct.Struct(f"<40s16sQ{OWNER_BYTES}s40x")
@@ -56,8 +56,7 @@ _SUPERBLOCK = struct.Struct("<8sIIQQQ")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The table's first page. ``pid`` is the process that has (or last had) it open. ``clean``: it
-    closed it."""
+    """The table's first page. ``pid``: the last process to open it. ``clean``: it closed it."""
 
     slot_bytes: int
     slots: int
@@ -66,7 +65,6 @@ class Superblock:
     version: int = FORMAT_VERSION
 
     def pack(self) -> bytes:
-        """One page."""
         body = _SUPERBLOCK.pack(
             _MAGIC, self.version, self.clean, self.slot_bytes, self.slots, self.pid
         )
@@ -74,7 +72,7 @@ class Superblock:
 
     @classmethod
     def unpack(cls, page: bytes) -> Superblock | None:
-        """None for anything that is not a whole superblock of ours, of whatever version."""
+        """None for all but a whole superblock of ours, of any version."""
         size = _SUPERBLOCK.size
         if len(page) < size + _CHECK.size or not page.startswith(_MAGIC):
             return None
@@ -95,7 +93,7 @@ def table_bytes(slots: int) -> int:
 
 
 def slots_within(bytes_: int, slot_bytes: int) -> int:
-    """The most slots whose two files together take at most ``bytes_``. 0 if not even one fits."""
+    """Most slots whose two files fit ``bytes_``."""
     slots = max(0, (bytes_ - PAGE_BYTES) // (slot_bytes + RECORD_BYTES))
     while slots and table_bytes(slots) + slots * slot_bytes > bytes_:
         slots -= 1
@@ -105,42 +103,33 @@ def slots_within(bytes_: int, slot_bytes: int) -> int:
 def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
     """16 bytes over key and payload. Releases the GIL. About 30 GB/s a core from memory.
 
-    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery: who can write the files
-    can write a matching checksum, hence mode 0600.
-    """
+    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery, hence mode 0600."""
     return xxh3_128_digest(payload, seed=int.from_bytes(own_half(key), "little"))
 
 
 def pack_record(
     slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = UNOWNED
 ) -> bytes:
-    """The 128 bytes of one record. ``seq`` orders records by age, larger is newer, and is never
-    0."""
+    """A record. ``seq``, never 0, orders records by age: larger is newer."""
     body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"))
     return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The believed records of a table, oldest first, as columns. ``damaged`` counts those that were
-    not believed."""
+    """Columns of the believed records, oldest first. ``damaged``: number of the others."""
 
     keys: list[ChunkKey]
     slots: NDArray[np.intp]
     seqs: NDArray[np.uint64]
     checksums: NDArray[np.void]
-    """16 bytes each."""
     owners: NDArray[np.void]
-    """16 bytes each, little-endian."""
+    """Little-endian."""
     damaged: int
 
 
 def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
-    """Believe what deserves it among the first ``slots`` records of ``table`` (records only, no
-    superblock).
-
-    100,000 records take about 60 ms.
-    """
+    """Believable ones of the table's first ``slots`` records. 100,000 take about 60 ms."""
     rows = np.frombuffer(table, dtype=_ROW, count=slots)
     used = np.flatnonzero((rows["seq"] != 0) | (rows["check"] != 0))
     seed = _seed(0, slot_bytes)

@@ -1,5 +1,5 @@
-"""One page beside the tier's files has what a start has measured, for the next one. A page that is
-missing, damaged, foreign or of another format says nothing."""
+"""Speeds that a start has measured, on one page beside the tier's files, for the next start. A page
+that is missing, damaged, foreign or of another format says nothing."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ from kvtier.tiers.nvme.folder import LEARNT_NAME, TierFolder
 _FORMAT = b"kvtier/learnt/1\n"
 _CHECKSUM_BYTES = 16
 _MOST_NAMES, _LONGEST_NAME = 8, 120
-"""Engines and places that are kept, the last ones. With names so long they fill half a page."""
+"""Most engines and places. They fill at most half a page."""
 _SLOWEST_TOKEN_S, _SLOWEST_CHUNK_S = 60.0, 600.0
-"""Slowest speeds that count as measured."""
 
 
 class Learnt(msgspec.Struct):
-    """Two tables, the last entries last."""
-
     engines: dict[str, tuple[float, float]] = {}
-    """Seconds a token, and a token of depth, by engine."""
+    """Engine -> seconds a token, and a token of depth. The newest is last."""
     paces: dict[str, float] = {}
-    """Seconds of reading a chunk, by place and size."""
+    """Place and size -> seconds of reading a chunk. The newest is last."""
 
 
 def read_learnt(folder: Path) -> Learnt:
-    """The folder's page."""
     try:
         with TierFolder(folder) as files:
             fd = files.open(LEARNT_NAME, os.O_RDONLY)
@@ -50,7 +46,7 @@ def read_learnt(folder: Path) -> Learnt:
 
 
 def write_learnt(folder: Path, learnt: Learnt) -> None:
-    """Replace the page. Where it cannot be written the next start knows nothing."""
+    """Replace the page. A failure costs only the next start's knowledge."""
     body = _FORMAT + msgspec.json.encode(_bounded(learnt))
     page = body.ljust(PAGE_BYTES - _CHECKSUM_BYTES)
     with suppress(OSError, TierError), TierFolder(folder) as files:
@@ -62,7 +58,7 @@ def write_learnt(folder: Path, learnt: Learnt) -> None:
 
 
 def _bounded(found: Learnt) -> Learnt:
-    """The last entries whose numbers a clock can have measured."""
+    """The last entries with speeds that a clock can have measured."""
     engines = {
         name[:_LONGEST_NAME]: each
         for name, each in found.engines.items()

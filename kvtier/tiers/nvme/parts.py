@@ -54,14 +54,12 @@ class NvmeSection(TierSection):
 
     @property
     def room(self) -> int:
-        """Bytes: the key, else its default for what is free now."""
         if self.bytes_ is not None:
             return self.bytes_
         disk = probe_disk(str(self.path))
         return default_bytes((disk.free.value or 0) + (disk.own.value or 0))
 
     def folder(self, replica: int = 0) -> Path:
-        """Of one engine."""
         place = Path(str(self.path))
         return place / f"replica{replica}" if replica else place
 
@@ -80,16 +78,16 @@ class NvmeSection(TierSection):
 
 
 def default_bytes(free: int) -> int:
-    """NVMe tier when a folder but no size was given. ``free``: bytes free on that file system."""
+    """Size where none was given. ``free``: bytes free on the folder's file system."""
     return min(free // 2, (256 << 30))
 
 
 _LEAST_BYTES = 10 << 20
-"""Room with which a folder is of use. A self-test takes half of it."""
+"""Least useful room. A self-test takes half of it."""
 
 
 def disk_findings(own: NvmeSection, disk: Disk) -> Iterator[Finding]:
-    """Rights, room, file system and O_DIRECT. Pure, except that it looks at the folder's own kind
+    """Findings on rights, room, file system and O_DIRECT. Looks at nothing but the folder's kind
     and mode."""
     if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
         yield Finding(
@@ -179,7 +177,7 @@ def open(own: NvmeSection, around: Opening) -> Opened:
 
 
 def away(own: NvmeSection) -> str:
-    """Nothing but an error is away for a disk."""
+    """A disk is never away. Raises ConfigError for a fail, logs warnings."""
 
     for finding in disk_findings(own, probe_disk(str(own.path))):
         if finding.state == "fail":
@@ -214,5 +212,4 @@ def in_a_folder_of_its_own(tried: Trial, own: NvmeSection) -> str:
 
 
 def plan(_found: TierFacts | None, _draft: Draft) -> None:
-    """The disk's part follows from RAM's and from what was recorded, so
-    :mod:`kvtier.autoconfig.plan` does it."""
+    """The plan of the disk follows from RAM's, so :mod:`kvtier.autoconfig.plan` makes it."""

@@ -16,7 +16,6 @@ ROOT = Path("/")
 
 
 def fact_of(look: Callable[[], T], what: str) -> Fact[T]:
-    """The fact of a look, or why it gave nothing."""
     try:
         return known(look(), what)
     except (OSError, ValueError, KeyError, IndexError) as error:
@@ -24,7 +23,7 @@ def fact_of(look: Callable[[], T], what: str) -> Fact[T]:
 
 
 def text_of(path: Path) -> str:
-    """A small file's text. Empty where it cannot be read."""
+    """A small file's text, or ""."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text().strip()
     return ""
@@ -40,7 +39,7 @@ class Mount(NamedTuple):
 
 
 def mounts(root: Path) -> list[Mount]:
-    """/proc/self/mountinfo, see proc(5). Later lines hide earlier ones."""
+    """Mounts in /proc/self/mountinfo, see proc(5). Later lines hide earlier ones."""
     found = []
     for line in text_of(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")

@@ -46,26 +46,23 @@ class NvmeTier(Tier):
         bytes_: room the tier may take there, both files together. Never exceeded.
         slot_bytes: the largest chunk, a multiple of 4096, at most 1 GiB.
         direct: bypass the page cache where the file system allows it.
-        lent: others have the room. Only what holds chunks from before keeps its blocks until
-            :meth:`resize`. Else all of it is reserved at once.
-        in_huge_pages: whether a chunk's memory is page-aligned and lies in huge pages, and needs no
-            copy on its way.
+        lent: only slots with chunks from before have blocks until :meth:`resize`. Else all room is
+            reserved at once.
+        in_huge_pages: whether memory is page-aligned and in huge pages, so that it needs no copy.
 
     Raises TierError when the folder is in use, not this user's alone, not writable, or without
     room. Then nothing is left behind.
 
-    Threads: any number of lane threads. ``_lock`` guards the index and is never held during I/O. A
-    slot has one owner at any time: the free list, the write that fills it, the index, or the call
-    that empties it.
+    Threads: any number of lane threads. ``_lock`` guards the index. No I/O under it. A slot has one
+    owner at any time: the free list, the write that fills it, the index, or the call that empties
+    it.
 
-    ``counts["evicted_unread"]``: chunks that were written, and deleted without having been read.
-    The disk wore out for nothing. ``counts["lifetime_bytes"]``: what was written since the folder
-    was empty. The numbers of the records tell it, so a crash loses those of the newest writes.
+    ``counts["evicted_unread"]``: chunks deleted without having been read. The disk wore out for
+    nothing. ``counts["lifetime_bytes"]``: written since the folder was empty, by the records'
+    sequence numbers, so a crash loses the newest.
 
-    ``trouble`` says why nothing is written now, when the folder was removed or another was put in
-    its place while it was in use. Each write and read looks. Chunks are served as before, and
-    writing goes on when the folder is back.
-    """
+    ``trouble``: the folder was removed or replaced while in use, as each write and read checks.
+    Nothing is written until it is back. Chunks are served as before."""
 
     name = "nvme"
     keeps_owners = True
@@ -114,9 +111,9 @@ class NvmeTier(Tier):
         self._checksums = np.zeros(slots, f"V{CHECKSUM_BYTES}")
         self._owners = np.zeros(slots, f"V{OWNER_BYTES}")
         self._unread = bytearray(slots)
-        """1 for every slot that was written since the start, and not read."""
+        """1 for each slot written since the start and not read."""
         self._given: list[int] = []
-        """Slots that are not free although no chunk is there: their blocks were given back."""
+        """Slots whose blocks were given back to the file system."""
         self._free = array("I")
         self._seq = 0
         self._recovered = self._recover()
@@ -144,8 +141,6 @@ class NvmeTier(Tier):
             ]
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
-        """See :meth:`Tier.write`. A key that is held is not written again. Raises StateError for a
-        wrong size."""
         if not 0 < data.nbytes <= self.slot_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for slots of {self.slot_bytes} bytes")
         with self._lock:
@@ -173,7 +168,6 @@ class NvmeTier(Tier):
         return held
 
     def read(self, key: ChunkKey, into: memoryview) -> bool:
-        """See :meth:`Tier.read`. ``into`` has exactly the size that was written."""
         with self._lock:
             place = self._places.get(key)
             if place is None:
@@ -199,8 +193,8 @@ class NvmeTier(Tier):
         return False
 
     def resize(self, chunks: int) -> int:
-        """See :meth:`Tier.resize`: blocks of free slots, the last of the file
-        first, go back to the file system, or are reserved again, as far as it has room."""
+        """See :meth:`Tier.resize`. Returns blocks of free slots to the file system, the file's last
+        ones first, or reserves them again as far as there is room."""
         with self._lock:
             going = list[int]()
             if (surplus := self.capacity - len(self._given) - chunks) > 0:
@@ -239,8 +233,8 @@ class NvmeTier(Tier):
             self._empty(place % self.capacity)
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """See :meth:`Tier.close`. Held keys that ``coldest_first`` does not name count as colder
-        than those it names. The lanes are closed before. A later call is a miss or a refusal."""
+        """See :meth:`Tier.close`. Keys that ``coldest_first`` leaves out count as colder. Later
+        calls miss or are refused."""
         with self._lock:
             places, self._places = self._places, {}
             self._free = array("I")
@@ -262,7 +256,6 @@ class NvmeTier(Tier):
             self._events.log_first("close", error)
 
     def _recover(self) -> list[ChunkKey]:
-        """Build the index from the table. Returns its keys, coldest first."""
         records = read_records(self._read_table(), self._files.kept, self.slot_bytes)
         # A key with two records (its delete was lost in a power cut) keeps the newer: later entries
         # win.
@@ -311,10 +304,9 @@ class NvmeTier(Tier):
             return memoryview(b"")
 
     def _fill(self, key: ChunkKey, place: int, data: memoryview, owner: int) -> bool:
-        """Payload, then record. The slot's old record is gone or (power cut) names a payload that
-        is no longer there, so at no moment does a reader believe something false about this slot.
-        The order of the two decides nothing but a count: a record without its payload fails the
-        payload's checksum and is counted as corrupt."""
+        """Write payload, then record. The slot's old record is gone or (power cut) names a payload
+        that is no longer there, so a reader never believes anything false. The order decides only a
+        count: a record without its payload is counted as corrupt."""
         if not self._look():
             self._events.add("refused")
             return False
@@ -334,7 +326,6 @@ class NvmeTier(Tier):
         return True
 
     def _look(self) -> bool:
-        """Whether the folder still has our files."""
         if self._files.in_place():
             self._trouble = ""
             return True
@@ -347,8 +338,7 @@ class NvmeTier(Tier):
         return False
 
     def _drop(self, key: ChunkKey, place: int, count: str) -> None:
-        """Forget a bad chunk, unless it is not bad but was deleted, and maybe written anew, since
-        we looked."""
+        """Forget a bad chunk, unless it was deleted, and maybe written anew, during the read."""
         with self._lock:
             if self._places.get(key) != place:
                 self._events.add("misses")
@@ -359,9 +349,8 @@ class NvmeTier(Tier):
         self._empty(place % self.capacity)
 
     def _empty(self, slot: int) -> None:
-        """Take the record off the disk, then free the slot. Between the two it belongs to this call
-        alone. In the other order a new chunk's record could be there first, and be erased in this
-        one's place."""
+        """Erase the record, then free the slot. The other order might erase the record of the
+        slot's next chunk."""
         try:
             self._files.write_record(slot, EMPTY_RECORD)
         except OSError as error:
@@ -377,7 +366,7 @@ class NvmeTier(Tier):
 
 
 def _neighbours(slots: Sequence[int]) -> Iterator[Sequence[int]]:
-    """``slots`` (ascending) in pieces without gaps, for one call to the file system each."""
+    """Pieces of ``slots`` (ascending) without gaps, one file system call each."""
     first = 0
     for at in range(1, len(slots) + 1):
         if at == len(slots) or slots[at] != slots[at - 1] + 1 or at - first == _NEIGHBOURS:

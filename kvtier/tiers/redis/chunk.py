@@ -1,5 +1,4 @@
-"""One chunk over one wire: its parts and its header, in the order that makes a torn chunk a
-miss."""
+"""Chunks over one wire: parts and header in the order that makes a torn chunk a miss."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ TTL_GRACE_MS = 10_000
 def put_chunk(
     wire: Wire, form: Form, owned: tuple[ChunkKey, int], data: memoryview, ttl_ms: int | None
 ) -> RefusedError | None:
-    """Parts, then the header. On a refusal the parts are taken back."""
+    """Write the parts, then the header. On a refusal the parts are removed."""
     key, owner = owned
     digest = xxh3_128(key)
 
@@ -39,7 +38,7 @@ def put_chunk(
 
 
 def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
-    """Header and parts. Which count the read falls under."""
+    """Read header and parts. Returns the name of the count that the read falls under."""
     header = memoryview(bytearray(HEADER_BYTES))
     digest = xxh3_128(key)
     parts, checksum = form.split(into), None
@@ -64,18 +63,16 @@ def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
 
 
 def _is_still(wire: Wire, form: Form, key: ChunkKey, header: memoryview) -> bool:
-    """Is this the header now? If not, the chunk was written anew while it was read, and must not be
-    dropped. Encryption gives each write other bytes, so the old header does not fit the new
-    parts."""
+    """Whether this is the header still. If not, the chunk was written anew during the read and must
+    not be dropped: encryption gives each write other bytes."""
     (now,) = wire.ask([("GET", form.header_name(key))])
     return bool(now == header)
 
 
 def _is_torn(wire: Wire, form: Form, key: ChunkKey, length: int) -> bool:
-    """Is there a header without one of its parts? If not, the chunk was deleted, and maybe written
-    anew, while it was read, and must not be dropped. One command, because only one command is one
-    moment: EXISTS counts a name as often as it is given, so the header, given more often than there
-    are parts, shows in the sum."""
+    """Whether there is a header without one of its parts. If not, the chunk was deleted, and maybe
+    written anew, during the read and must not be dropped. EXISTS counts a name as often as it is
+    given, so one command, which is one moment, tells header and parts apart by the sum."""
     parts = form.part_names(key, length)
     (count,) = wire.ask([("EXISTS", *[form.header_name(key)] * (len(parts) + 1), *parts)])
     return isinstance(count, int) and len(parts) < count < 2 * len(parts) + 1

@@ -1,5 +1,4 @@
-"""Connections to one Redis server: made, logged in, lent out one caller at a time, and kept for the
-next."""
+"""Connections to a Redis server: made, logged in, lent to one caller at a time, and kept."""
 
 from __future__ import annotations
 
@@ -23,26 +22,24 @@ from kvtier.tiers.redis.wire import Wire
 
 
 class CredentialProvider(Protocol):
-    """As redis-py has it."""
+    """redis-py's interface."""
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """Password, or user and password."""
 
 
 class ProvidedLogins:
-    """Logins of a credential provider. It may wait for a network without a bound, and so has a lane
-    of its own, and is asked one question at a time. Threads: any."""
+    """Logins of a credential provider, which may wait for a network without a bound. So they are
+    asked for one at a time on a lane of their own. Threads: any."""
 
     def __init__(self, provider: CredentialProvider) -> None:
         self._provider, self._lock = provider, threading.Lock()
         self._lane = Lane("redis-login", 1, urgent_bound=1, bound=1)
         self._asking: Future[Login] | None = None
         self.passwords: tuple[str, ...] = ()
-        """The last ones."""
 
     def next(self, within_s: float) -> Login:
-        """The answer to a new question, or to the last one where nobody waited for its answer.
-        Raises FAULTS."""
+        """The next login, or the one of an earlier question whose caller gave up. Raises FAULTS."""
         with self._lock:
             if self._asking is None:
                 self._asking = Future()
@@ -75,8 +72,8 @@ class ProvidedLogins:
 
 @cache
 def provided_logins(path: str) -> ProvidedLogins:
-    """Of the object at a dotted path, or of an instance of the class there. All tiers of a process
-    share it. Raises ConfigError."""
+    """Logins of the object, or of an instance of the class, at a dotted path. All tiers of a
+    process share them. Raises ConfigError."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -92,10 +89,10 @@ def provided_logins(path: str) -> ProvidedLogins:
 
 
 class ConnectionFactory:
-    """How to reach and to enter any server of one URL. Threads: any.
+    """Makes logged-in connections to any server of one URL. Threads: any.
 
-    ``login``: a fixed one, or those of a provider, which is asked for each connection. Raises
-    ConfigError for certificate files that cannot be read."""
+    ``login``: fixed, or a provider that is asked for each connection. Raises ConfigError for
+    certificate files that cannot be read."""
 
     def __init__(
         self, url: RedisUrl, login: Login | ProvidedLogins, database: int, timeout_s: float
@@ -109,13 +106,12 @@ class ConnectionFactory:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Passwords that an error must not show."""
         provided = self._login.passwords if isinstance(self._login, ProvidedLogins) else ()
         return (*self._passwords, *provided)
 
     def connect(self, address: Address | None, within_s: float | None = None) -> socket.socket:
-        """A socket that is logged in. None: the Unix socket. Takes ``timeout_s``, or ``within_s``,
-        at most, and the time that the system takes to look up a name. Raises FAULTS."""
+        """A logged-in socket; to the Unix socket for None. Takes at most ``within_s`` (default:
+        ``timeout_s``) and the system's time for looking up a name. Raises FAULTS."""
         deadline = Deadline(self.timeout_s if within_s is None else within_s)
         try:
             return self._connected(address, deadline)
@@ -185,8 +181,7 @@ def _context(tls: Tls) -> ssl.SSLContext:
 
 
 class ConnectionPool:
-    """At most ``connections`` connections to one server. Threads: any. ``_lock`` is never held
-    during I/O."""
+    """At most ``connections`` connections to one server. Threads: any. No I/O under ``_lock``."""
 
     def __init__(
         self, factory: ConnectionFactory, address: Address | None, connections: int
@@ -199,8 +194,7 @@ class ConnectionPool:
 
     @contextmanager
     def wire(self) -> Iterator[Wire]:
-        """A wire for one call. Raises FAULTS. A connection that failed is closed, not lent
-        again."""
+        """A wire for one call. Raises FAULTS. A failed connection is closed."""
         timeout_s = self._factory.timeout_s
         if not self._places.acquire(timeout=timeout_s):
             raise TimeoutError("every connection is in use")
@@ -216,7 +210,6 @@ class ConnectionPool:
             self._places.release()
 
     def close(self) -> None:
-        """Close connections that are not in use. The others are closed when they come back."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -243,7 +236,7 @@ class ConnectionPool:
 
 
 def _has_news(connection: socket.socket) -> bool:
-    """A connection at rest that can be read has ended, or has an answer without a question."""
+    """Whether an idle connection has ended, or got bytes that nobody asked for."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

@@ -22,14 +22,11 @@ class ProtocolError(RedisError):
 
 
 class MovingError(RedisError):
-    """The node is well, and these names are moving to another one just now. They are somewhere, so
-    this is not a miss."""
+    """The node is well, but these names are moving to another. This is no miss."""
 
 
 class MovedError(MovingError):
-    """Names lie on another node.
-
-    ``slot``: theirs. ``address``: the node's, None where the server did not say one."""
+    """Names of ``slot`` lie on another node. ``address``: None where the server gave none."""
 
     def __init__(self, slot: int, address: Address | None) -> None:
         super().__init__("these names lie on another node of the cluster")
@@ -41,13 +38,13 @@ class WrongSizeError(Exception):
 
 
 FAULTS = (RedisError, OSError)
-"""Errors of a call when the server, the network or the login fails."""
 
 
 class RefusedError(Exception):
-    """An error that the server answered with. A value in lists of replies.
+    """An error reply of the server, which can stand in lists of replies.
 
-    ``code``: its first word, as ``OOM``. Its text is printable, short, and hides our password."""
+    ``code``: its first word, such as ``OOM``. Its text is printable, short, and hides our
+    password."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -55,5 +52,5 @@ class RefusedError(Exception):
 
 
 def login_error(refusal: RefusedError) -> LoginError:
-    """Without the server's words, which may repeat what it was told."""
+    """Leaves out the server's words, which may repeat user and password."""
     return LoginError(f"login refused ({refusal.code}); correct user and password in redis_url")

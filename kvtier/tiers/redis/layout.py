@@ -28,10 +28,9 @@ from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 FORMAT_VERSION = 2
 CHECKSUM_BYTES = 16
 PART_BYTES = (1 << 20) - 64
-"""Payload bytes of a part. Measured from 64 KiB to 2 MiB: from 512 KiB on a lane is as fast as it
-gets, and a part of 1 MiB holds Redis's one thread for a quarter of a millisecond. 64 bytes less
-than a power of two, because the value's own 12 bytes would otherwise push it into jemalloc's next
-size class, a quarter larger."""
+"""Payload bytes of a part. Measured from 64 KiB to 2 MiB: a lane is fastest from 512 KiB on, and 1
+MiB holds Redis's one thread for a quarter of a millisecond. With 64 bytes less the value's own 12
+bytes stay within jemalloc's size class; the next is a quarter larger."""
 
 _MAGIC = b"kvtier/R"
 _HEAD = struct.Struct(f"<8sHHIQ{KEY_BYTES}s")
@@ -41,7 +40,7 @@ _CHECK_AT = _OWNER_AT + OWNER_BYTES
 HEADER_BYTES = _CHECK_AT + _CHECK.size
 _VALUE_OVERHEAD = 12
 _KEY_OVERHEAD = 256
-"""A name of up to 150 bytes, its dictionary entry and its object. Measured: about 230 bytes."""
+"""Name (up to 150 bytes), dictionary entry and object of a key. Measured: about 230 bytes."""
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]+")
 _NAMESPACE_BYTES = 32
 _MOST_PARTS = 16_384
@@ -72,18 +71,18 @@ class Form:
         self._base = f"{prefix}:{FORMAT_VERSION}:{namespace.hex()}:".encode()
         self._suffix = b":%d:" % part_bytes
         self.pattern = self._base + b"{*[}0]"
-        """Glob that finds every header and first part (and a few other parts)."""
+        """Glob of every header and first part (and a few other parts)."""
         self.everyones = self.prefix + b":*:{*[}0]"
         """As :attr:`pattern`, of every fingerprint and format."""
         self.probe = self._base + b"probe"
-        """A name for trying what the server lets us do. Never a chunk's."""
+        """Name for trials of the user's rights. Never a chunk's."""
         self.sign = self._base + self.SIGN
-        """A set of those who use this fingerprint now."""
+        """Name of the set of processes that use this fingerprint now."""
 
     SIGN = b"{signed}"
 
     def is_own(self, base: bytes) -> bool:
-        """Whether names that begin so are this model's."""
+        """Whether this beginning of names is this model's."""
         return base == self._base
 
     def header_name(self, key: ChunkKey) -> bytes:
@@ -94,30 +93,27 @@ class Form:
         return [b"%s%d" % (stem, index) for index in range(-(-length // self.part_bytes))]
 
     def names(self, key: ChunkKey, length: int) -> list[bytes]:
-        """All names of a chunk of ``length`` bytes, the header's first."""
         return [self.header_name(key), *self.part_names(key, length)]
 
     def split(self, chunk: memoryview) -> list[memoryview]:
-        """The parts of a chunk, views of the same memory."""
         return [
             chunk[start : start + self.part_bytes]
             for start in range(0, chunk.nbytes, self.part_bytes)
         ]
 
     def header(self, key: ChunkKey, length: int, checksum: bytes, owner: int) -> bytes:
-        """``checksum``: XXH3-128 over key and payload. The owner may be told by a header alone,
-        without the payload. So a header has a checksum of its own."""
+        """``checksum``: XXH3-128 over key and payload. The header has a checksum of its own too,
+        because owners are read without the payload."""
         body = self._head(key, length) + checksum + owner.to_bytes(OWNER_BYTES, "little")
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
     def checksum(self, header: bytes, key: ChunkKey, length: int) -> bytes | None:
-        """The checksum that key and payload have to match. None for a header that is not this
-        chunk's, or damaged."""
+        """Checksum of key and payload. None for a header that is damaged or another chunk's."""
         whole = header.startswith(self._head(key, length)) and _is_whole(header)
         return header[_HEAD.size : _OWNER_AT] if whole else None
 
     def owner(self, header: object, key: ChunkKey) -> int:
-        """The chunk's owner. 0 where the header is missing, another chunk's, or damaged."""
+        """The chunk's owner. 0 where the header is missing, damaged or another chunk's."""
         if (
             not isinstance(header, bytes)
             or not header[: _HEAD.size].endswith(key)
@@ -130,8 +126,7 @@ class Form:
         return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, self.part_bytes, length, key)
 
     def parse(self, name: bytes) -> tuple[ChunkKey, bool] | None:
-        """Whose name this is, and whether it is the header's. None for parts but the first, and for
-        strangers."""
+        """Key of a name, and whether it is the header's. None for later parts and for strangers."""
         body = name.removeprefix(self._base)
         text, closing, rest = body[1:].partition(b"}")
         if (
@@ -148,8 +143,8 @@ class Form:
         return (ChunkKey(key), not rest) if len(key) == KEY_BYTES else None
 
     def room(self, length: int) -> int:
-        """Bytes of Redis's memory that a chunk of ``length`` bytes takes: jemalloc's size classes
-        and the keys."""
+        """Redis's memory for a chunk of ``length`` bytes, with jemalloc's size classes and the
+        keys."""
         parts = [
             min(self.part_bytes, length - start) for start in range(0, length, self.part_bytes)
         ]
@@ -159,8 +154,8 @@ class Form:
 
 
 def names_told(stem: bytes, header: object) -> list[bytes]:
-    """All names of any fingerprint's chunk whose header is named ``stem``, as the header tells.
-    None, where it tells nothing that makes sense."""
+    """Names of a chunk of any fingerprint, by its header and the header's name ``stem``. Empty
+    where the header makes no sense."""
     if isinstance(header, bytes) and len(header) >= _HEAD.size:
         magic, _, _, part_bytes, length, _ = _HEAD.unpack_from(header)
         if magic == _MAGIC and 0 < length <= _MOST_PARTS * part_bytes:
@@ -176,16 +171,14 @@ def _is_whole(header: bytes) -> bool:
 
 
 def _allocated(size: int) -> int:
-    """Bytes that jemalloc takes for ``size`` bytes: four size classes to every doubling
-    (jemalloc(3), table of classes)."""
+    """Bytes that jemalloc allocates: four size classes a doubling (jemalloc(3), table of
+    classes)."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsVerdict:
-    """Verdict on a Redis server's memory settings."""
-
     good: bool
     text: str
 
@@ -193,13 +186,12 @@ class SettingsVerdict:
 def check_settings(
     policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool
 ) -> SettingsVerdict:
-    """Verdict on ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0 is no limit)
-    and our budget mean together.
+    """Verdict on ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0: no limit)
+    and our budget together.
 
-    The cost of Redis's own eviction was measured on real traces: it knows keys, not runs, so it
-    takes heads of runs and single parts. ``allkeys-lru`` lost 2 to 13 points of hit ratio against
-    leaf-first order, ``allkeys-random`` two to six times as much.
-    """
+    Redis's own eviction knows keys, not runs, so it takes heads of runs and single parts. On real
+    traces ``allkeys-lru`` lost 2 to 13 points of hit ratio against leaf-first order,
+    ``allkeys-random`` two to six times as much."""
     worst = max(policies, key=_harm, default="noeviction")
     if _harm(worst) == 0 or (_harm(worst) == 1 and not ttl):
         if 0 < maxmemory < bytes_:
@@ -227,7 +219,7 @@ def check_settings(
 
 
 def _harm(policy: str) -> int:
-    """0: never evicts. 1: only keys with a TTL. 2: any key. 3: any key, blindly."""
+    """Rank: 0 never evicts, 1 evicts keys with a TTL, 2 any key, 3 any key at random."""
     if policy == "noeviction":
         return 0
     return 1 if policy.startswith("volatile") else 3 if policy == "allkeys-random" else 2

@@ -1,9 +1,8 @@
-"""Which server holds a name: the only one, a cluster's node by its map of slots, or the primary
-that Sentinel names.
+"""Nodes: which server holds a name. It is the only one, a cluster's node by its map of slots, or
+the primary that Sentinel names.
 
-What a cluster or a Sentinel names is believed: who can answer in its place can send the tier
-anywhere, with its login. TLS with a verified certificate closes that.
-"""
+The answers of a cluster or a Sentinel are believed: who can answer in its place can send the tier
+anywhere, with its login. TLS with a verified certificate closes that."""
 
 from __future__ import annotations
 
@@ -33,11 +32,8 @@ _REDRAW_S = 0.2
 
 
 class Nodes:
-    """Where names lie. Threads: any."""
-
     def every(self) -> Sequence[Address | None]:
-        """Every server that takes writes. None is the Unix socket. May ask the servers. Raises
-        FAULTS."""
+        """Servers that take writes; None is the Unix socket. May ask them. Raises FAULTS."""
         raise NotImplementedError
 
     def known(self) -> Sequence[Address | None]:
@@ -49,20 +45,18 @@ class Nodes:
         return self.every()[0]
 
     def guess(self, name: bytes) -> Address | None:
-        """In a cluster as :meth:`of`, as far as known now. Sends no request."""
+        """As :meth:`of` where a cluster's map is known, else None. Sends no request."""
         return None
 
     def suspect(self) -> None:
-        """A server failed, or is not a primary any more: ask again, at the next call."""
+        """Ask anew at the next call: a server failed, or is no primary any more."""
 
     def moved(self, slot: int, to: Address | None) -> None:
-        """A cluster's node said that this slot lies there now. The start refuses a cluster where
-        none was said."""
+        """Learn a slot's new node from a node's reply. The start refuses a cluster behind a URL
+        that names none."""
 
 
 class OneServer(Nodes):
-    """No choice. None: a Unix socket."""
-
     def __init__(self, address: Address | None) -> None:
         self._address = address
 
@@ -73,11 +67,11 @@ class OneServer(Nodes):
 
 
 class _Asked(Nodes):
-    """An answer of one of several servers, asked for anew after a fault.
+    """Answer of one of several servers, asked for anew after a fault.
 
-    ``_lock`` is held while they are asked, and waited for no longer than one answer may take. All
-    servers together get that time. One that fails is asked last from then on, so that a seed that
-    is down costs one call."""
+    ``_lock`` is held while they are asked. Waiting for it, and asking all of them, takes at most
+    one timeout. A server that fails is asked last from then on, so that a seed that is down costs
+    one call."""
 
     def __init__(
         self, url: RedisUrl, factory: ConnectionFactory, clock: Callable[[], float] = time.monotonic
@@ -91,7 +85,7 @@ class _Asked(Nodes):
         self._stale = True
 
     def _renew(self, learn: Callable[[Wire, Address], None], *, known: bool) -> None:
-        """Ask, if there is reason to. What was known stays in use while no node answers, and for a
+        """Ask if the answer is stale. A ``known`` one stays in use while no node answers, and for a
         moment after each question."""
         if not self._stale or (known and self._clock() < self._again_at):
             return
@@ -130,8 +124,6 @@ class _Asked(Nodes):
 
 
 class ClusterNodes(_Asked):
-    """The primaries of a Redis Cluster, and the slots that each has."""
-
     _primaries: tuple[Address, ...] = ()
 
     def __init__(
@@ -174,8 +166,8 @@ class ClusterNodes(_Asked):
 
 
 class SentinelNodes(_Asked):
-    """The primary of one service, as Sentinel names it. Its failover is seen when the old primary
-    fails, or refuses writes because it is a replica now."""
+    """Primary of one service, as Sentinel names it. A failover is noticed when the old primary
+    fails, or refuses writes as a replica."""
 
     _primary: Address | None = None
 
@@ -213,7 +205,7 @@ def _refused_map(refusal: RefusedError) -> RedisError:
 
 
 def slot_of(name: bytes) -> int:
-    """The slot of a name: of its hash tag, where it has one."""
+    """Slot of a name, or of its hash tag."""
     begin = name.find(b"{")
     end = name.find(b"}", begin + 1)
     tag = name[begin + 1 : end] if begin >= 0 and end > begin + 1 else name
@@ -221,7 +213,7 @@ def slot_of(name: bytes) -> int:
 
 
 def cluster_map(reply: Reply, asked: str) -> list[Address | None]:
-    """Slot -> its primary, None where none has it, from a reply to CLUSTER SLOTS.
+    """Slot -> primary or None, from a reply to CLUSTER SLOTS.
 
     ``asked``: the host that answered, for nodes that do not know their own. Raises
     ProtocolError."""

@@ -63,9 +63,9 @@ class RedisSection(TierSection):
 _MIB = 1 << 20
 _BLOCK = 4 * _MIB
 _KEEP_FREE = 8
-"""A trial takes at most this part (1/8) of the free room."""
+"""The trial's value takes at most 1/8 of the free room."""
 _SHARE = 0.9
-"""The part of what Redis has left. The rest is its own overhead and fragmentation."""
+"""Part of the free memory. The rest is for Redis's overhead and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,15 @@ class Redis(TierFacts):
     url: str
     reachable: Fact[bool] = UNSEEN
     maxmemory: Fact[int] = UNSEEN
-    """0 = Redis has no limit."""
+    """Bytes. 0: no limit."""
     used: Fact[int] = UNSEEN
     policy: Fact[str] = UNSEEN
     local: bool = False
     speed: Fact[float] = UNSEEN
-    """The slower of SET and GET of large values."""
+    """Bytes a second: the slower of SET and GET of large values."""
     credential_provider: str | None = None
     away: bool = False
-    """True when Redis does not answer now, and waiting may mend that."""
+    """Redis does not answer, and waiting may mend that."""
 
     @property
     def host_bytes(self) -> int | None:
@@ -94,9 +94,9 @@ class Redis(TierFacts):
 
 
 def probe(own: RedisSection) -> Redis:
-    """One INFO of every node, with at most a second to connect and one to answer. Memory is that of
-    all primaries together. Raises ConfigError for text that is not a Redis URL, without showing
-    it."""
+    """Facts of one INFO of every node, with at most a second to connect and one to answer. Memory
+    is the sum of all primaries. Raises ConfigError, which does not show the text, for a text that
+    is no Redis URL."""
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts, wrong_kind
@@ -131,7 +131,6 @@ def probe(own: RedisSection) -> Redis:
 
 
 def _speed(redis: Redis, seconds: float) -> Fact[float]:
-    """The slower of SET and GET of 4 MiB values, under one name that expires by itself."""
     from kvtier.tiers.redis.errors import FAULTS, RefusedError, WrongSizeError
     from kvtier.tiers.redis.servers import RedisServers
 
@@ -210,12 +209,11 @@ __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
 SECTION = RedisSection
 _CONNECTIONS = 4
-"""In use at once. Hides the network's round trip."""
+"""Calls at once. Hides the network's round trip."""
 _PREFIX = "kvtier"
-"""First part of every Redis key, for access rules and clean-up."""
 _TRIAL_BYTES = 16 << 20
 _TRIAL_TTL_S = 300
-"""Time after which the chunks of a killed self-test leave Redis."""
+"""For chunks that a killed self-test leaves."""
 
 
 def open(own: RedisSection, around: Opening) -> Opened:
@@ -233,8 +231,6 @@ def open(own: RedisSection, around: Opening) -> Opened:
 
 
 def away(own: RedisSection) -> str:
-    """Why Redis cannot be used for now. Empty when it can. Raises ConfigError or TierError for a
-    fault that waiting does not repair."""
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.servers import RedisServers
@@ -261,7 +257,6 @@ def findings(own: RedisSection, tried: Trial | None) -> Iterator[Finding]:
 
 
 def redis_findings(own: RedisSection, redis: Redis) -> Iterator[Finding]:
-    """Whether Redis can be reached, and whether it evicts by itself. Pure."""
     where = safe(own.url or "") or own.url
     if not redis.reachable.value:
         do = "start it, or correct redis_url"

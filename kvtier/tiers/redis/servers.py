@@ -53,7 +53,7 @@ class RedisServers:
         self.timeout_s, self._connections = timeout_s, connections
         self.kind: Kind = given.kind
         self.label = given.label
-        """Where it is, for logs: no user, no password."""
+        """Address for logs: no user, no password."""
         login: Login | ProvidedLogins = given.login
         if credential_provider is not None:
             if given.login.password is not None:
@@ -69,26 +69,25 @@ class RedisServers:
         self._closed = False
 
     def node_of(self, name: bytes) -> str:
-        """Which node holds ``name``, as far as known. Sends no request."""
+        """Label of the node that holds ``name``, as far as known. Sends no request."""
         address = self._nodes.guess(name)
         return self.label if address is None else address_text(address)
 
     def nodes(self) -> list[str]:
-        """Every answer that :meth:`node_of` may give now, or gave before a cluster was asked."""
+        """Labels that :meth:`node_of` may give now, or gave before the cluster was asked."""
         known = [address_text(address) for address in self._nodes.known() if address is not None]
         return [self.label, *(known if self.kind == "cluster" else [])]
 
     @contextmanager
     def wire(self, name: bytes) -> Iterator[Wire]:
-        """A wire to the node that holds ``name``. Raises FAULTS. A wire that failed is closed, not
-        reused."""
+        """A wire to the node that holds ``name``. Raises FAULTS. A failed wire is closed."""
         with self._watched(), self._pool(self._nodes.of(name)).wire() as wire:
             yield wire
 
     def wires(self, within_s: float) -> Generator[Wire]:
-        """A wire to every node that takes writes, one after the other. Raises FAULTS, also when no
-        more than ``within_s`` were left for a node: a map may name a thousand, each of them slow.
-        Close it when you stop early."""
+        """A wire to every node that takes writes, one after the other. Raises FAULTS, also when
+        ``within_s`` is over before the last node: a map may name a thousand slow ones. Close the
+        generator when you stop early."""
         until = self._clock() + within_s
         with self._watched():
             addresses = self._nodes.every()
@@ -102,12 +101,10 @@ class RedisServers:
                 yield wire
 
     def suspect(self) -> None:
-        """A server that was believed to be a primary takes no writes: ask again where the primaries
-        are."""
+        """Ask again where the primaries are: one refuses writes."""
         self._nodes.suspect()
 
     def close(self) -> None:
-        """Close every connection that is not in use."""
         with self._lock:
             self._closed = True
             pools = list(self._pools.values())
@@ -116,8 +113,7 @@ class RedisServers:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A slot that moved or a node that went: both mean that what we know of the nodes may be
-        old."""
+        """Learn from moved slots and failed nodes that the known nodes may be old."""
         try:
             yield
         except MovedError as error:
@@ -130,7 +126,7 @@ class RedisServers:
             raise
 
     def _pool(self, address: Address | None) -> ConnectionPool:
-        """The pool of this server. Those of servers that are none of ours any more are closed."""
+        """The server's pool. Closes pools of servers that are no longer ours."""
         with self._lock:
             if self._closed:
                 raise ConnectionError("closed")

@@ -27,13 +27,13 @@ _SHARE_OF_MAXMEMORY = 0.9
 _PROBE_MS = 1000
 _SCAN_COUNT = 1000
 _FACTS_S = 5.0
-"""For the settings of all nodes together."""
+"""For all nodes together."""
 SCAN_S = 5.0
 _SEARCH_S = 10.0
 ALL_SCANNED_S = 4 * SCAN_S
-"""For what a start looks for on all nodes together."""
+"""For all nodes together."""
 ALL_SEARCHED_S = 4 * _SEARCH_S
-"""For what a tenant's chunks are looked for on all nodes together."""
+"""For all nodes together."""
 _WORD = re.compile("[a-z-]{1,32}")
 _RIGHTS = (
     "+get +getrange +set +exists +unlink +sadd +srem +srandmember +pexpire +scan +info "
@@ -43,8 +43,7 @@ _RIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Facts of one node, by its INFO. None for what it does not say, or says in no form that
-    makes sense."""
+    """Facts in one node's INFO. None: missing, or in no form that makes sense."""
 
     maxmemory: int | None = None
     """Bytes. 0: no limit."""
@@ -54,19 +53,17 @@ class NodeFacts:
 
 
 def node_facts(servers: RedisServers) -> list[NodeFacts]:
-    """Facts of every node that takes writes. INFO and not CONFIG GET: it tells the same settings,
-    and hosted Redis often forbids CONFIG. Raises FAULTS, also when all nodes together take too
-    long."""
+    """Facts of every node that takes writes, by INFO: hosted Redis often forbids CONFIG GET. Raises
+    FAULTS, also when all nodes together take too long."""
     with closing(servers.wires(_FACTS_S)) as wires:
         return [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
 
 
 def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
-    """Facts of every node, after trying there what the tier will do.
+    """Facts of every node, after a trial of all that the tier will do.
 
     Raises FAULTS when the server cannot be reached now, TierError for what only the operator can
-    mend.
-    """
+    mend."""
     probe = form.probe
     trials = [
         ("SET", probe, b"1", "PX", _PROBE_MS),
@@ -104,12 +101,10 @@ def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
 def room_for(
     label: str, room: int, bytes_: int | None, facts: Sequence[NodeFacts], *, ttl: bool
 ) -> int:
-    """Chunks of ``room`` bytes that our share holds. One line says what the server's memory
-    settings mean for them.
+    """Number of chunks of ``room`` bytes in our share. Logs what the server's memory settings mean.
 
-    ``bytes_`` None: nine tenths of ``maxmemory``. Without ``facts``, because the server is away,
-    that is 0 for now. Raises TierError when it stays unknown, or is less than a chunk.
-    """
+    ``bytes_`` None: nine tenths of ``maxmemory``, or 0 without ``facts`` (the server is away).
+    Raises TierError when ``maxmemory`` is needed and not set, or our share is less than a chunk."""
     if bytes_ is None and not facts:
         return 0
     policies = sorted({fact.policy for fact in facts if fact.policy is not None})
@@ -137,7 +132,7 @@ def room_for(
 
 
 def share_of(label: str, bytes_: int | None, facts: Sequence[NodeFacts]) -> int:
-    """Bytes of its memory that are ours. Raises TierError when they stay unknown."""
+    """Our bytes of its memory. Raises TierError when they stay unknown."""
     if bytes_ is not None:
         return bytes_
     if not (limit := limit_of(facts)):
@@ -158,12 +153,10 @@ def limit_of(facts: Iterable[NodeFacts]) -> int | None:
 
 
 def used_of(facts: Iterable[NodeFacts]) -> int:
-    """Bytes that all nodes together use, as far as they say."""
     return sum(fact.used or 0 for fact in facts)
 
 
 def facts_of(info: Reply) -> NodeFacts:
-    """Facts in a reply to INFO."""
     if not isinstance(info, bytes):
         return NodeFacts()
     lines = info.decode(errors="replace").splitlines()
@@ -182,14 +175,14 @@ def _size(text: str) -> int | None:
 
 
 def wrong_kind(servers: RedisServers, facts: Sequence[NodeFacts]) -> str | None:
-    """The change that the operator must make when the URL says something else than the server."""
+    """The change that the operator must make when URL and server disagree about a cluster."""
     if servers.kind != "cluster" and any(fact.cluster for fact in facts):
         return "this is a node of a Redis Cluster; write redis+cluster:// in redis_url"
     return None
 
 
 def hopeless(error: BaseException) -> str | None:
-    """The change that the operator must make. None for a fault that may heal by waiting."""
+    """The change that the operator must make. None for a fault that waiting may heal."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SetupError):
@@ -205,8 +198,8 @@ def hopeless(error: BaseException) -> str | None:
 def search(
     wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]
 ) -> bool:
-    """Add the chunks of one node that ``owner`` may drop. False when there was no time for all, or
-    some have no owner."""
+    """Add one node's chunks that ``owner`` may drop to ``found``. False when time was too short, or
+    some chunks have no owner."""
     until, whole = clock() + _SEARCH_S, True
     for names in wire.scan(form.pattern, _SCAN_COUNT):
         if clock() > until:

@@ -1,11 +1,10 @@
 """RedisTier: chunks on a Redis or a Redis Cluster that several servers share and that outlives
 them.
 
-What is believed: a chunk counts as held when its header is there, and the header is written last,
-after every part was acknowledged. A reader takes header and parts, and compares XXH3-128 over key
-and payload. A part that Redis evicted or a writer never finished is a miss. A wrong byte is a miss
-and a count. See :mod:`.layout` for the names and bytes, :mod:`.servers` for the connections,
-:mod:`.wire` for the protocol.
+A chunk counts as held when its header is there. The header is written last, after every part was
+acknowledged. A reader compares XXH3-128 over key and payload. A part that Redis evicted or a writer
+never finished is a miss, a wrong byte is a miss and a count. See :mod:`.layout` for the names and
+bytes, :mod:`.servers` for the connections, :mod:`.wire` for the protocol.
 
 Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
 Redis's own eviction should be off (``maxmemory-policy noeviction``). What was found at the start is
@@ -61,18 +60,16 @@ _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """State of one node. Its capacity is its own: a full one says nothing about the
-    others."""
+    """State of one node. Each fails, and is full, by itself."""
 
     away: Breaker
     """For every call."""
     full: Breaker
-    """For writes besides: a full node still serves reads."""
+    """For writes too: a full node still serves reads."""
 
 
 class NodeHealth:
-    """The nodes of some servers, by where a name lies. Threads: any. ``_lock`` is never held during
-    I/O."""
+    """State of the nodes. Threads: any. No I/O under ``_lock``."""
 
     def __init__(self, servers: RedisServers, clock: Callable[[], float]) -> None:
         self._servers, self._clock = servers, clock
@@ -80,7 +77,7 @@ class NodeHealth:
         self._nodes: dict[str, Node] = {}
 
     def of(self, name: bytes) -> Node:
-        """The node of ``name``. Nodes that left the cluster are forgotten when a new one is met."""
+        """The node of ``name``. A new node makes those that left the cluster forgotten."""
         place = self._servers.node_of(name)
         with self._lock:
             if place not in self._nodes:
@@ -91,7 +88,6 @@ class NodeHealth:
 
     @property
     def away(self) -> list[str]:
-        """Nodes that are left alone now because they failed."""
         return [name for name, node in self._present() if node.away.open]
 
     @property
@@ -120,11 +116,10 @@ class RedisTier(AwayTier):
             time.
         clock: monotonic seconds.
 
-    A server that cannot be reached is not an error: the tier misses and refuses, and is there once
-    the server is. Where its ``maxmemory`` says how much room there is, that is 0 until then. Raises
-    TierError for what does not heal by waiting: a refused login, a missing
-    permission, a certificate that is not trusted, a cluster where none was said or none where one
-    was, no room for a chunk.
+    A server that cannot be reached is no error: the tier misses and refuses until it answers.
+    Without ``bytes_`` its room is 0 until then. Raises TierError for what waiting does not heal: a
+    refused login, a missing permission, an untrusted certificate, a URL that is wrong about a
+    cluster, no room for a chunk.
 
     Threads: any number of lane threads, each for at most what :class:`RedisServers` promises, and
     one of its own (:mod:`.upkeep`).
@@ -150,9 +145,8 @@ class RedisTier(AwayTier):
         self.chunk_room, self._bytes = form.room(chunk_bytes), bytes_
         self.capacity, self._facts = 0, list[NodeFacts]()
         self._under_way = list[ChunkKey]()
-        """One for each write."""
         self._unsized = ""
-        """Why it is not known how much room there is, without an address."""
+        """Why the room is unknown, without an address."""
         try:
             self._settle()
         except TierError:
@@ -175,9 +169,9 @@ class RedisTier(AwayTier):
         return self._health.away
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used: the rest
-        may be another server's, and is found by asking. Bounded in time and number. On a fault,
-        what was found so far."""
+        """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used, within
+        bounds of time and number. :meth:`find` finds the rest. After a fault: what was found so
+        far."""
         census = Census(self._form, self.chunk_bytes)
         self._on_every_node(lambda wire: census.count(wire, SCAN_S, self._clock), ALL_SCANNED_S)
         if not census.whole:
@@ -199,7 +193,6 @@ class RedisTier(AwayTier):
         return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :meth:`Tier.held_of`. At most ten seconds a node, and 40 for all."""
         found = list[ChunkKey]()
         whole = self._on_every_node(
             lambda wire: search(wire, self._form, owner, found, self._clock), ALL_SEARCHED_S
@@ -207,7 +200,6 @@ class RedisTier(AwayTier):
         return found, whole
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
-        """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         self._check_size(data)
         name = self._form.header_name(key)
         full = self._health.of(name).full
@@ -233,8 +225,8 @@ class RedisTier(AwayTier):
     def _put(
         self, wire: Wire, owned: tuple[ChunkKey, int], data: memoryview
     ) -> RefusedError | None:
-        """Where Redis is full, the write makes room for itself, and for those beside it, which
-        would take that room, and is tried once more."""
+        """Write. In a full Redis, make room for this write and those under way, which would take
+        it, and try once more."""
         self._under_way.append(owned[0])
         try:
             refusal = put_chunk(wire, self._form, owned, data, self._ttl_ms)
@@ -247,8 +239,6 @@ class RedisTier(AwayTier):
             self._under_way.pop()
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while its
-        node is away."""
         outcome = self._call(
             "failed_reads",
             self._form.header_name(key),
@@ -264,12 +254,10 @@ class RedisTier(AwayTier):
         return outcome == "reads"
 
     def may_read(self, key: ChunkKey) -> bool:
-        """See :meth:`Tier.may_read`: each node has a breaker of its own."""
         return self._health.of(self._form.header_name(key)).away.reserves()
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Give back the connections. The order is kept by Redis itself, as the time of last use of
-        every key."""
+        """Close the connections. Redis keeps the order: the time of last use of every key."""
         super().close(coldest_first)
         self._upkeep.close()
         self._servers.close()
@@ -277,15 +265,14 @@ class RedisTier(AwayTier):
     # ---- many chunks -----------------------------------------------------------------------------
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
-        """Leading chunks that have a header. Whether every part is there
-        too shows when it is read."""
+        """Number of leading chunks that have a header. A missing part shows when it is read."""
         if not self.capacity:
             return 0
         replies = self._of_headers("EXISTS", run)
         return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
 
     def _of_headers(self, command: str, keys: Sequence[ChunkKey]) -> list[Reply]:
-        """One small command about each header. None where its node fails."""
+        """Replies to one small command about each header, None where its node fails."""
         names = [self._form.header_name(key) for key in keys]
         found: list[Reply] = [None] * len(keys)
         for indices in self._by_node(names):
@@ -295,7 +282,7 @@ class RedisTier(AwayTier):
         return found
 
     def _on_every_node(self, action: Callable[[Wire], bool], within_s: float) -> bool:
-        """False when a node fails, ``action`` was False on one, or there was no time for all."""
+        """False when a node fails, ``action`` was False, or time was too short for all nodes."""
         whole = True
         try:
             with closing(self._servers.wires(within_s)) as wires:
@@ -317,8 +304,8 @@ class RedisTier(AwayTier):
     def _call(
         self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True
     ) -> T | None:
-        """``action`` on a wire to the node of ``name``. None when the node fails, or is left alone
-        because it did."""
+        """Result of ``action`` on a wire to the node of ``name``. None when the node fails or is
+        left alone."""
         breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
             self._events.add("refused")
@@ -348,12 +335,11 @@ class RedisTier(AwayTier):
     def _ask(
         self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True
     ) -> list[Reply] | None:
-        """Small commands about names of one node."""
+        """Replies to small commands about names of one node, or None as :meth:`_call`."""
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
 
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
-        """The node answered, and does not take writes now (full, read-only, a disk of its own that
-        fails)."""
+        """Count a node's refusal of a write: it is full, read-only, or its own disk fails."""
         self._events.add("failed_writes")
         self._events.log_first("refused write", refusal)
         full.fault()
@@ -361,8 +347,8 @@ class RedisTier(AwayTier):
             self._servers.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
-        """Header and parts in one command a chunk, so that no reader sees one without the other. It
-        is owed if it fails."""
+        """Delete header and parts in one command a chunk, so that no reader sees one without the
+        other."""
         names = [self._form.header_name(key) for key in keys]
         for indices in self._by_node(names):
             commands = [
@@ -375,8 +361,7 @@ class RedisTier(AwayTier):
     # ---- start -----------------------------------------------------------------------------------
 
     def _settle(self) -> int:
-        """Greet Redis, and learn how much room there is. 0 when it cannot be reached now. Raises
-        TierError."""
+        """Greet Redis, and learn the room. 0 when it cannot be reached now. Raises TierError."""
         try:
             self._facts = greet(self._servers, self._form)
         except FAULTS as error:
@@ -392,8 +377,7 @@ class RedisTier(AwayTier):
         return self.capacity
 
     def _has_settled(self) -> bool:
-        """On the thread of the upkeep: whether there is room, after another try if there was
-        none."""
+        """Whether there is room, after another try if there was none. On the upkeep's thread."""
         if self.capacity:
             return True
         room = 0

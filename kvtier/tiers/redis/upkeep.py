@@ -2,10 +2,9 @@
 
 The names of chunks begin with their fingerprint: other weights, another vLLM or chunk size have
 other names, which nobody looks for any more. Under ``noeviction`` Redis deletes none of them. So
-every tier signs its fingerprint: it is a member of a set, which leaves with its last member, and
-five minutes after the last one died. A write that finds Redis full takes the room of chunks whose
-fingerprint has no such set, the least recently used first, and only as many as it needs.
-"""
+every tier signs its fingerprint: it is a member of a set that goes with its last member, or five
+minutes after that died. A write that finds Redis full takes the room of chunks whose fingerprint
+has no such set, the least recently used first, and only as many as it needs."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _SIGNED_MS = 300_000
 _SIGN_S, _AWAY_S = 60.0, 5.0
 _SIGN_BYTES = 512
 _MEMBER = re.compile(rb"\b[0-9a-f]{16}(:[0-9]{1,10})\b")
-"""One who signs, and the bytes of a chunk there. Older versions sign without."""
+"""Member of a sign: a process, and its chunk's bytes, which older versions leave out."""
 _MEMBERS = 64
 _SIGNED = Bounds(8192, _MEMBERS, 1)
 _SCAN_COUNT = 1000
@@ -48,7 +47,7 @@ _BASE = rb":[0-9]{1,3}:[0-9a-f]{2,64}:"
 
 @dataclass(slots=True)
 class Fingerprint:
-    """Another fingerprint's chunks, as far as seen. ``idle_s``: since the last use of any."""
+    """Chunks of another fingerprint, as far as seen. ``idle_s``: since the last use of any."""
 
     chunks: int = 0
     idle_s: int = 1 << 40
@@ -59,16 +58,16 @@ class Census:
 
     def __init__(self, form: Form, chunk_bytes: int) -> None:
         self.stamps: dict[ChunkKey, int] = {}
-        """Our chunks, with minus the seconds since they were last used."""
+        """Our chunks -> minus the seconds since their last use."""
         self.others: dict[bytes, Fingerprint] = {}
-        """By the beginning of their names."""
+        """Keyed by the beginning of their names."""
         self.whole = True
         self._form, self._chunk_bytes = form, chunk_bytes
         self._everyones = re.compile(re.escape(form.prefix) + _BASE)
         self._headless: set[ChunkKey] = set()
 
     def count(self, wire: Wire, within_s: float, clock: Callable[[], float]) -> bool:
-        """Look at one node, and take away parts of ours that have had no header for a minute: their
+        """Count one node's chunks, and delete our parts that have had no header for a minute: their
         writer died. False when there was no time for all."""
         until, seen = clock() + within_s, 0
         for names in wire.scan(self._form.everyones, _SCAN_COUNT):
@@ -109,7 +108,7 @@ class Census:
             wire.ask(("UNLINK", *self._form.names(key, self._chunk_bytes)) for key in keys)
 
     def words(self) -> str:
-        """Whose chunks lie in Redis beside ours. Empty: nobody's."""
+        """Log text on chunks of other fingerprints. Empty: there are none."""
         held = {base: one for base, one in self.others.items() if one.chunks}
         most = sorted(held, key=lambda base: -held[base].chunks)[:_MOST_TOLD]
         told = ", ".join(
@@ -133,8 +132,8 @@ GIVEN_BACK = (
 
 
 class Upkeep:
-    """Signs for one tier, on a thread of its own: until Redis has said how much room there is,
-    every five seconds; then once a minute. And makes room for its writes, on their threads.
+    """Signs for one tier on a thread of its own: every five seconds until Redis has said how much
+    room there is, then once a minute. Makes room for the tier's writes on their threads.
 
     Args:
         servers: where Redis is.
@@ -142,8 +141,7 @@ class Upkeep:
         settle: learn how much room there is. False while Redis does not say.
         chunk_bytes: the size of our chunks, which stands in what is signed.
 
-    ``apart``: who signs for the same model has chunks of another size.
-    """
+    ``apart``: a signer for the same model has chunks of another size."""
 
     def __init__(
         self, servers: RedisServers, form: Form, settle: Callable[[], bool], chunk_bytes: int
@@ -162,7 +160,7 @@ class Upkeep:
         self._lane.submit(self._rounds)
 
     def close(self) -> None:
-        """The last one to close takes the sign back. Where Redis is away, it runs out."""
+        """Stop, and take our member out of the sign. Where Redis is away, the sign expires."""
         self._closed = True
         self._wake.set()
         self._lane.close(_CLOSE_S)
@@ -172,8 +170,8 @@ class Upkeep:
                 wire.ask([("SREM", sign, self._member)])
 
     def told(self, census: Census, free: int, share: int) -> None:
-        """Say what was seen at the start. ``free``: bytes that are free for us, with those that we
-        have. ``share``: bytes that are to be ours."""
+        """Log the census of the start. ``free``: bytes free for us, including those that we have.
+        ``share``: bytes that are to be ours."""
         words, level = [census.words()], logging.INFO
         if free < share:
             words.insert(0, f"only {size_text(max(0, free))} of our {size_text(share)} are free")
@@ -182,7 +180,7 @@ class Upkeep:
             _LOG.log(level, "Redis tier %s: %s. %s", self._servers.label, text, GIVEN_BACK)
 
     def round(self) -> None:
-        """One round. A fault costs the round."""
+        """Sign once. A fault costs the round."""
         self._settled = self._settle() and self._sign()
 
     def _rounds(self) -> None:
@@ -192,8 +190,8 @@ class Upkeep:
                 self.round()
 
     def _sign(self) -> bool:
-        """This fingerprint is in use. A full Redis takes no new member, but lets a set live on. So
-        the first one makes room for it, if need be of a chunk of ours."""
+        """Sign that this fingerprint is in use. A full Redis takes no new member but prolongs a
+        set, so the first signer makes room for it, if need be of a chunk of ours."""
         sign, signed = self._form.sign, False
         steps = [("SADD", sign, self._member), ("PEXPIRE", sign, _SIGNED_MS)]
         steps.append(("SRANDMEMBER", sign, _MEMBERS))
@@ -211,9 +209,9 @@ class Upkeep:
     # ---- room ------------------------------------------------------------------------------------
 
     def make_room(self, wire: Wire, name: bytes, bytes_: int, *, ours: bool = False) -> bool:
-        """Room on the node of ``wire``, which has ``name``, in the time that is left to its call:
-        as Redis's own LRU does, among samples. ``ours``: our chunks too, while nobody signs for
-        them. True when there is room. Raises FAULTS."""
+        """Make room on the node of ``wire``, which has ``name``, within half of the call's time, by
+        evicting among samples as Redis's own LRU does. ``ours``: our chunks too, while nobody signs
+        for them. True when there is room. Raises FAULTS."""
         place, ask_used = self._servers.node_of(name), ("INFO", "memory")
         short = _short(wire.ask([ask_used], INFO)[0], bytes_)
         for _ in range(_MOST_SAMPLES):
@@ -237,8 +235,8 @@ class Upkeep:
     def _unsigned(
         self, wire: Wire, place: str, names: list[bytes], *, ours: bool
     ) -> list[tuple[bytes, list[bytes]]]:
-        """Chunks of fingerprints that nobody signs, by the header's name, with their names among
-        these, the least recently used first."""
+        """Chunks of unsigned fingerprints, by the header's name, with their names among ``names``,
+        the least recently used first."""
         found = [match for name in names if (match := self._names.fullmatch(name))]
         bases = {match[1] for match in found if ours or not self._form.is_own(match[1])}
         free = self._free(wire, place, sorted(bases))
@@ -252,8 +250,8 @@ class Upkeep:
         return [(one, chunks[one]) for one in sorted(known, key=lambda one: -idle[one])]
 
     def _free(self, wire: Wire, place: str, bases: list[bytes]) -> set[bytes]:
-        """Fingerprints that nobody signs. None of those whose sign cannot be read. All signs lie on
-        one node, which may be another one than that of ``wire``."""
+        """Unsigned fingerprints, without those whose sign cannot be read. All signs lie on one
+        node, which may be another one than that of ``wire``."""
         asked, replies = [("EXISTS", base + Form.SIGN) for base in bases], list[Reply]()
         if self._servers.node_of(self._form.sign) == place:
             replies = wire.ask(asked)
@@ -275,7 +273,7 @@ class Upkeep:
 
 
 def _short(info: Reply, bytes_: int) -> int | None:
-    """Bytes that are missing. None: Redis does not say, or may evict signs, which leave by time."""
+    """Missing bytes. None: Redis does not say, or may evict signs, which are volatile keys."""
     facts = facts_of(info)
     if facts.policy != "noeviction" or not facts.maxmemory or facts.used is None:
         return None
@@ -283,7 +281,7 @@ def _short(info: Reply, bytes_: int) -> int | None:
 
 
 def _idle(wire: Wire, names: list[bytes]) -> list[int]:
-    """Seconds since each name was used. -1: Redis does not say, or it is gone."""
+    """Seconds since each name was used. -1: unknown, or the name is gone."""
     replies = wire.ask(("OBJECT", "IDLETIME", name) for name in names)
     return [reply if isinstance(reply, int) else -1 for reply in replies]
 

@@ -30,7 +30,6 @@ MOST_SEEDS = 64
 
 Kind = Literal["server", "cluster", "sentinel"]
 Address = tuple[str, int]
-"""Host and port."""
 
 _ESCAPES = "if the password contains / ? # @ : % or a space, write %2F %3F %23 %40 %3A %25 %20"
 _SCHEME = re.compile(r"(redis|rediss|valkey|valkeys)(?:\+(cluster|sentinel))?|unix")
@@ -40,7 +39,7 @@ _HOST = re.compile(
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
 _OURS = re.compile("(?is)(redis|valkey).*:|unix://.*[@#?]")
-"""A text that may be a URL with a password, however it was mistyped."""
+"""Texts that may be a URL with a password, however mistyped."""
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _OPTIONS = ("db", "username", "password", "sentinel_username", "sentinel_password", *_TLS)
@@ -56,8 +55,7 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """``ca`` None: the system's authorities. ``certificate`` and ``key``: ours, where the server
-    asks for one."""
+    """``ca`` None: the system's authorities. ``certificate`` and ``key``: this client's."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -73,11 +71,11 @@ class RedisUrl:
     scheme: str
     kind: Kind
     seeds: tuple[Address, ...]
-    """The server, or nodes of the cluster, or sentinels. Empty for a Unix socket."""
+    """The server, nodes of the cluster, or sentinels. Empty for a Unix socket."""
     path: str
-    """Of the Unix socket, else empty."""
+    """The Unix socket, or empty."""
     service: str
-    """The sentinels' name of the primary, else empty."""
+    """The sentinels' name of the primary, or empty."""
     database: int
     login: Login
     sentinel_login: Login
@@ -85,18 +83,17 @@ class RedisUrl:
 
     @property
     def label(self) -> str:
-        """Where it is, for logs: no user, no password."""
+        """Address for logs: no user, no password."""
         seeds = ",".join(map(address_text, self.seeds))
         return self.path or (f"{self.service} of {seeds}" if self.service else seeds)
 
     @property
     def local(self) -> bool:
-        """Whether it is on this host, and takes this host's memory."""
+        """Whether it takes this host's memory."""
         return bool(self.path) or any(_is_loopback(host) for host, _ in self.seeds)
 
     @property
     def masked(self) -> str:
-        """The URL, without passwords."""
         user = f"{self.login.user or ''}:***@" if self.login.password is not None else ""
         where = self.path or ",".join(map(address_text, self.seeds))
         service = f"/{self.service}" if self.service else ""
@@ -113,14 +110,12 @@ class RedisUrl:
 
 
 def address_text(address: Address) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse(text: str) -> RedisUrl:
-    """Parse the operator's ``redis_url``. Raises ConfigError, whose text never shows a piece
-    of ``text``."""
+    """Parse ``redis_url``. Raises ConfigError, which never shows a piece of ``text``."""
     scheme, separator, rest = text.partition("://")
     scheme = scheme.lower()
     known = _SCHEME.fullmatch(scheme) if separator else None
@@ -159,8 +154,7 @@ def parse(text: str) -> RedisUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs: what :func:`parse` understood of it, without passwords. Of anything else
-    the scheme only."""
+    """``text`` for logs, without passwords. Of a text that cannot be read the scheme only."""
     try:
         return parse(text).masked
     except ConfigError:
@@ -170,7 +164,7 @@ def masked(text: str) -> str:
 
 
 def safe(text: str) -> str | None:
-    """:func:`masked` for any text that may hold a password of Redis's. None: it does not."""
+    """:func:`masked` of a text that may hold a Redis password. None: it holds none."""
     return masked(text) if _OURS.match(text) else None
 
 
@@ -189,7 +183,7 @@ def _options(query: str) -> dict[str, str]:
 
 
 def _decoded(text: str) -> str:
-    """Percent signs that begin no escape are refused: a password must not be changed in silence."""
+    """Refuses % signs that begin no escape: a password must not be changed in silence."""
     if re.search(r"%(?![0-9A-Fa-f]{2})", text):
         raise ConfigError(f"a % begins no escape; {_ESCAPES}")
     try:
@@ -256,7 +250,6 @@ def _seeds(hosts: str, kind: Kind) -> tuple[Address, ...]:
 
 
 def _path(path: str, kind: Kind, options: dict[str, str]) -> tuple[str, int]:
-    """Service and database."""
     parts = path.strip("/").split("/")
     if kind == "sentinel":
         service, database = parts[0], parts[1:]

@@ -2,11 +2,9 @@
 items and in time.
 
 A reply's size is known before it is read: nothing is made of a header that promises more than the
-command can answer. So a server that is broken, or speaks another protocol, costs a call its time
-and nothing else.
-:meth:`Wire.ask` reads small replies. The payload of parts goes past it: ``recv_into`` puts it where
-it belongs, without a copy.
-"""
+command can answer. So a broken server, or one of another protocol, costs a call its time and
+nothing else. :meth:`Wire.ask` reads small replies. ``recv_into`` puts parts where they belong,
+without a copy."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ from kvtier.tiers.redis.errors import (
 )
 
 IN_FLIGHT = 2
-"""Parts under way at once: one travels while Redis works on the other. More only fills socket
-buffers and caches."""
+"""Parts under way at once: one travels while Redis works on the other. More would only fill
+caches."""
 
 _LINE_BYTES = 512
 _AT_ONCE = 1 << 16
@@ -47,8 +45,8 @@ Reply = Any
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Most that one reply may be: ``size`` bytes, ``items`` in all its lists, ``depth`` lists
-    within each other."""
+    """Most that one reply may have: ``size`` bytes, ``items`` in all its lists, ``depth`` of
+    lists."""
 
     size: int
     items: int = 0
@@ -79,12 +77,12 @@ class Wire:
         self.renew()
 
     def renew(self) -> None:
-        """Begin a call: the time counts from now."""
+        """Begin a call: its time counts from now."""
         self._deadline = time.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
 
     def share(self, other: Wire) -> None:
-        """This call is a part of another one, and ends when that has to."""
+        """Make this call a part of ``other``, with its deadline."""
         self._deadline = other._deadline
 
     @property
@@ -93,10 +91,8 @@ class Wire:
         return self._deadline - time.monotonic() < self._timeout_s / 2
 
     def ask(self, commands: Iterable[tuple[Any, ...]], bounds: Bounds = SMALL) -> list[Reply]:
-        """Send small commands together. Returns their replies, and errors of the server as values.
-
-        Each reply must be within ``bounds``. Raises FAULTS: SetupError and MovingError among
-        them."""
+        """Send small commands together. Returns their replies within ``bounds``, and errors of the
+        server as values. Raises FAULTS: SetupError and MovingError among them."""
         listed = list(commands)
         self._socket.settimeout(self._left())
         self._socket.sendall(b"".join(map(_packed, listed)))
@@ -108,10 +104,8 @@ class Wire:
     def put(
         self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None
     ) -> RefusedError | None:
-        """SET every name to its bytes, :data:`IN_FLIGHT` at a time. ``items`` is drawn from as the
-        sending goes.
-
-        Returns the server's first refusal. What comes after it is not sent."""
+        """SET every name to its bytes, :data:`IN_FLIGHT` at a time, drawing from ``items``
+        meanwhile. Returns the server's first refusal, after which nothing is sent."""
         self._socket.settimeout(self._left())
         refusal: RefusedError | None = None
         waiting = 0
@@ -135,12 +129,11 @@ class Wire:
         return refusal
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> Generator[memoryview]:
-        """GET every name straight into its memory, :data:`IN_FLIGHT` at a time. Yields each memory
-        once it is full.
+        """GET every name straight into its memory, :data:`IN_FLIGHT` at a time. Yields each full
+        memory.
 
-        Ends early at the first name that does not exist. What follows it in ``into`` is undefined
-        then. Raises WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS.
-        """
+        Ends early at the first missing name. What follows in ``into`` is undefined then. Raises
+        WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS."""
         self._socket.settimeout(self._left())
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names]
         sent = min(IN_FLIGHT, len(commands))
@@ -164,7 +157,8 @@ class Wire:
                 self._socket.close()
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
-        """Names on this node that match. Some may come twice. Each page has the time of a call."""
+        """Pages of matching names on this node. Some may come twice. Each page has the time of a
+        call."""
         cursor = b"0"
         while True:
             self.renew()
@@ -174,7 +168,7 @@ class Wire:
                 return
 
     def page(self, cursor: bytes, pattern: bytes, count: int) -> tuple[bytes, list[bytes]]:
-        """One page of such names, and where the next one begins. Raises FAULTS."""
+        """Next cursor, and one page of names. Raises FAULTS."""
         (answer,) = self.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", count)], SCANNED)
         if isinstance(answer, RefusedError):
             raise RedisError(str(answer))
@@ -186,7 +180,6 @@ class Wire:
         raise ProtocolError("the reply to SCAN is not a cursor and names")
 
     def fill(self, memory: memoryview) -> None:
-        """Receive exactly this many bytes. Raises FAULTS."""
         while memory.nbytes:
             got = self._socket.recv_into(memory)
             if not got:
@@ -196,14 +189,12 @@ class Wire:
                 self._left()
 
     def some(self) -> bytes:
-        """Some bytes of a small reply, at least one. Raises FAULTS."""
         self._socket.settimeout(self._left())
         if not (received := self._socket.recv(_AT_ONCE)):
             raise ConnectionResetError("Redis closed the connection")
         return received
 
     def refusal(self, line: bytes) -> RefusedError:
-        """The error of a server's line, fit for logs."""
         code = _CODE.match(line)
         text = line[:_LINE_BYTES].decode(errors="replace")
         for secret in self._secrets:
@@ -217,8 +208,7 @@ class Wire:
         return max(left, _LEAST_S)
 
     def _checked(self, reply: Reply) -> Reply:
-        """The reply. Raises where it is about this connection, or the cluster, and not about the
-        command."""
+        """The reply. Raises where it is about this connection or the cluster."""
         if not isinstance(reply, RefusedError):
             return reply
         words = str(reply).split(" ")
@@ -234,8 +224,8 @@ class Wire:
         return reply
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """All pieces in one system call where possible: one by one, each would wake Redis for
-        itself, which costs a lane a third more. TLS has no such call."""
+        """Send all pieces in one system call where possible: waking Redis for each would cost a
+        lane a third more. TLS has no such call."""
         if isinstance(self._socket, ssl.SSLSocket):
             for piece in pieces:
                 self._socket.sendall(piece)
@@ -247,7 +237,7 @@ class Wire:
             sent = max(0, sent - len(piece))
 
     def _acknowledged(self) -> RefusedError | None:
-        """The reply to SET: None, or the server's refusal."""
+        """Reply to SET: None, or the server's refusal."""
         self.fill(self._scratch[:5])
         if bytes(self._scratch[:5]) == b"+OK\r\n":
             return None
@@ -259,10 +249,9 @@ class Wire:
         return reply
 
     def _receive(self, memory: memoryview) -> bool:
-        """One GET's reply into ``memory``. False when the name does not exist.
+        """Receive one GET's reply into ``memory``. False when the name does not exist.
 
-        Every reply has at least four bytes, and the first four say whether it is the one
-        expected."""
+        The first four bytes, which every reply has, tell whether it is the expected one."""
         expected = b"$%d\r\n" % memory.nbytes
         line = self._scratch[: len(expected)]
         self.fill(line[:4])
@@ -278,8 +267,7 @@ class Wire:
         return True
 
     def _unexpected(self, have: int) -> bool:
-        """The reply is none of the expected size: False for a name that does not exist, else
-        raises."""
+        """False for a name that does not exist. Raises for any other unexpected reply."""
         line = self._line(have)
         if line == b"$-1\r\n":
             return False
@@ -288,7 +276,7 @@ class Wire:
         raise WrongSizeError("not a value of the size expected")
 
     def _line(self, have: int) -> bytes:
-        """The reply's first line, of which ``have`` bytes are there. A long one is cut."""
+        """First line of a reply, of which ``have`` bytes are there. A long one is cut."""
         while bytes(self._scratch[have - 2 : have]) != b"\r\n" and have < _LINE_BYTES:
             self._left()
             self.fill(self._scratch[have : have + 1])
@@ -297,8 +285,6 @@ class Wire:
 
 
 class _Replies:
-    """Small replies from a wire, in their order, each within bounds."""
-
     def __init__(self, wire: Wire, bounds: Bounds) -> None:
         self._wire, self._bounds = wire, bounds
         self._buffer = bytearray()
@@ -306,8 +292,7 @@ class _Replies:
         self._size = self._items = 0
 
     def next(self) -> Reply:
-        """The next reply. Raises ProtocolError for bytes that are not one, or are more than the
-        bounds allow."""
+        """The next reply. Raises ProtocolError for bytes that are none, or exceed the bounds."""
         del self._buffer[: self._at]
         self._at, self._size, self._items = 0, self._bounds.size, self._bounds.items
         return self._reply(self._bounds.depth)
@@ -392,7 +377,6 @@ def _packed(command: tuple[Any, ...]) -> bytes:
 
 
 def _moved(words: Sequence[str]) -> MovedError:
-    """``MOVED slot host:port``."""
     if len(words) != 3 or not words[1].isdigit() or int(words[1]) >= _SLOTS:
         return MovedError(0, None)
     found = _ADDRESS.fullmatch(words[2])
