@@ -1,9 +1,8 @@
-"""The hints about a prompt's future that clients already send, in the forms of others, as kvtier's
-own words. Pure: it imports no vLLM.
+"""Hints about a prompt's future in the forms that clients already send, translated to kvtier's
+words. Pure: it imports no vLLM.
 
-Where several sources give the same word, the first of these wins: ``kv_transfer_params``,
-``kv_hints``, ``nvext``, the providers' own fields, headers. Bad and unknown hints are counted and
-have no effect.
+For a word from several sources the first of these wins: ``kv_transfer_params``, ``kv_hints``,
+``nvext``, the providers' own fields, headers. Bad and unknown hints are counted and have no effect.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from kvtier.connectors.vllm.hint_words import (
 )
 
 _EPHEMERAL_S = 300.0
-"""Time of Anthropic's ``cache_control`` without a ``ttl``."""
+"""Anthropic's default ``ttl`` of ``cache_control``."""
 _MARK = b'"cache_control"'
 _MOST_FIELD = 64 << 10
 """Bytes of one field. A longer one is a bad hint."""
 _MOST_BLOCKS = 30_000
-"""Objects of one list that may have marks. A list of more is not searched: it would hold the API
-server's loop for more than a few milliseconds."""
+"""Most objects of a list that is searched for marks. More would hold the API server's loop for more
+than a few milliseconds."""
 _MOST_MARKS = 1000
 _SESSION_HEADERS = (
     "x-session-id",
@@ -55,13 +54,13 @@ _TOO_LONG = object()
 
 
 class _Part(msgspec.Struct, gc=False):
-    """Part of a body that can have a mark. The rest of it is skipped, and not decoded."""
+    """Part of a body that can have a mark. Other fields are skipped, not decoded."""
 
     cache_control: msgspec.Raw = _NONE
 
 
 class _Block(_Part, gc=False):
-    """A message, a tool or a part of the system prompt. A mark may stand on each part of it too."""
+    """A message, a tool or a part of the system prompt. Each part of it may have a mark too."""
 
     content: str | list[_Part] | None = None
 
@@ -73,20 +72,17 @@ _READ = (
 _BODY = msgspec.json.Decoder(
     msgspec.defstruct("_Body", [(name, msgspec.Raw, _NONE) for name in _READ], gc=False)
 )
-"""Other fields are skipped, and not decoded."""
 _BLOCKS = msgspec.json.Decoder(list[_Block])
 
 
 def fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of a request's body in which hints stand. Raises msgspec.MsgspecError for a body
-    that is no JSON object."""
+    """Fields of a body that may hold hints. Raises msgspec.MsgspecError for no JSON object."""
     found = _BODY.decode(body)
     return {name: raw for name in _READ if (raw := getattr(found, name)) is not _NONE}
 
 
 def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """The words for ``kv_transfer_params`` in a request's headers and body. ``headers``: names in
-    lower case."""
+    """Words for ``kv_transfer_params`` from a request. ``headers``: names in lower case."""
     words = Words()
     for field, reader in _FIELDS.items():
         if field not in body:
@@ -119,7 +115,6 @@ def _session(words: Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str
 
 
 def _envelope(words: Words, given: Any) -> None:
-    """A ``kv_hints`` envelope."""
     actions = given.get("actions") if isinstance(given, dict) else None
     if not isinstance(actions, list):
         words.bad += 1
@@ -161,8 +156,8 @@ def _options(words: Words, given: Any) -> None:
 
 
 def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
-    """Anthropic's marks. The longest of them counts. How many tokens lie before a mark cannot be
-    told here, so all of the prompt is kept."""
+    """Anthropic's marks. The longest counts, for all of the prompt: how many tokens lie before a
+    mark cannot be told here."""
     found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
     good = [one for one in found if one is not None]
     words.bad += len(found) - len(good)
@@ -171,8 +166,8 @@ def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
 
 
 def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
-    """The marks of the request, and of the blocks that may have one, as far as they are bounded.
-    Texts and arguments are not searched."""
+    """Bounded number of marks of the request and its blocks. Texts and arguments are not
+    searched."""
     if "cache_control" in body:
         yield _small(body["cache_control"])
     found = (mark for field in ("system", "tools", "messages") for mark in _marks_of(body, field))
@@ -215,5 +210,5 @@ def _decoded(raw: msgspec.Raw) -> Any:
 
 
 def _small(raw: msgspec.Raw) -> Any:
-    """A value that is short where it means something. A longer one is a bad hint."""
+    """The value, or a bad hint if it is too long."""
     return _decoded(raw) if len(bytes(raw)) <= _MOST_FIELD else _TOO_LONG

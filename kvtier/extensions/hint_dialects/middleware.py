@@ -1,14 +1,13 @@
 """``vllm serve --middleware kvtier.connectors.vllm.hints.Middleware``: carries hints that clients
 already send to the connector, so that no client has to change.
 
-The hints in headers and fields (:mod:`kvtier.extensions.hint_dialects.dialects`) go into the body's
-``kv_transfer_params``. What is there already stays. A body without hints is passed on as it came.
-So is a body that is too long, comes too slowly, is no JSON, or has an unexpected form: no request
-fails because of its hints. Every other field keeps its bytes.
+Hints in headers and fields (:mod:`kvtier.extensions.hint_dialects.dialects`) go into the body's
+``kv_transfer_params``, whose own words stay. All other fields keep their bytes. A body without
+hints is passed on as it came. So is one that is too long or too slow, is no JSON, or has an
+unexpected form: no request fails because of its hints.
 
-vLLM puts it in front of everything, also of the look at the API key. So it asks for nothing by
-itself: a body is read when vLLM reads it, which it does not for a request that it refuses.
-"""
+vLLM puts it before everything, the check of the API key included. So a body is read only when vLLM
+reads it, and never for a request that vLLM refuses."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 MOST_BYTES = 1 << 20
 """Longer bodies are not read for hints."""
 _MOST_PARAMS = 64 << 10
-"""Bytes of ``kv_transfer_params``. Hints are not added to longer ones."""
+"""Hints are not added to a longer ``kv_transfer_params``."""
 _BODY_S = 10.0
-"""A body that takes longer is not kept for its hints."""
+"""A slower body is not kept for its hints."""
 _PATHS = ("/chat/completions", "/completions", "/responses", "/messages", "/generate")
 _PARAMS = "kv_transfer_params"
 Message = MutableMapping[str, Any]
@@ -39,11 +38,11 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Middleware:
-    """ASGI. ``unread``: requests that were not searched for hints, by reason. vLLM's ``/metrics``
-    shows them as ``kvtier_unread_hints_total``.
+    """ASGI. vLLM's ``/metrics`` shows requests that were not searched for hints, by reason, as
+    ``kvtier_unread_hints_total``.
 
-    ``Content-Length`` stays what the client said: it was passed on before the body was read, and
-    vLLM counts what comes."""
+    ``Content-Length`` stays the client's: it was passed on before the body was read, and vLLM
+    counts what comes."""
 
     def __init__(
         self,
@@ -71,8 +70,8 @@ class Middleware:
         await self._app(scope, receive_with_hints, send)
 
     async def _messages(self, scope: Message, receive: Receive) -> list[Message]:
-        """First messages: the whole body with its hints, or what has come of a body that is
-        passed on as it comes. No more is kept of it than the app keeps itself."""
+        """First messages: the whole body with its hints, or what has come of a body that is passed
+        on as it comes. No more is kept than the app keeps itself."""
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
@@ -98,7 +97,7 @@ class Middleware:
         return messages if new is old else [{"type": "http.request", "body": new}]
 
     def _read(self, headers: dict[str, str], body: bytes) -> bytes:
-        """The body with its hints and those of the headers. The same body where there are none."""
+        """The body with its hints and those of the headers, or ``body`` itself without any."""
         try:
             return carried(headers, body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -113,10 +112,9 @@ class Middleware:
 
 
 def carried(headers: dict[str, str], body: bytes) -> bytes:
-    """The body with its hints and those of the headers in ``kv_transfer_params``, which is added at
-    its end: of two fields with one name the last counts. The same body where there are no hints, or
-    where ``kv_transfer_params`` has an unexpected form. Raises msgspec.MsgspecError for a body that
-    is no JSON object."""
+    """The body with all hints in a ``kv_transfer_params`` at its end: of two fields with one name
+    the last counts. ``body`` itself where there are no hints, or ``kv_transfer_params`` has an
+    unexpected form. Raises msgspec.MsgspecError for no JSON object."""
     fields = dialects.fields(body)
     said = dialects.of_http(headers, fields)
     raw = bytes(fields.get(_PARAMS, b"null"))
@@ -144,7 +142,7 @@ def _length(headers: dict[str, str]) -> int:
 
 @cache
 def _counter() -> Any:
-    """One counter a process, however many middlewares there are."""
+    """One counter a process, for any number of middlewares."""
     from prometheus_client import Counter
 
     unread = Counter("kvtier_unread_hints", "Requests that were not searched for hints.", ["why"])

@@ -1,9 +1,8 @@
 """A kvtier server as LMCache's connector needs it: find, save, load and invalidate runs, by shared
 memory or by TCP.
 
-Its calls block for a bounded time and are for lane threads. This file knows nothing of LMCache:
-callbacks get a slot and fill it or read it. A run is named first chunk first.
-"""
+Calls block for a bounded time and are for lane threads. This file knows nothing of LMCache:
+callbacks get a slot and fill or read it. Runs are named first chunk first."""
 
 from __future__ import annotations
 
@@ -18,31 +17,27 @@ from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey
 
 Fill = Callable[[int, memoryview], bool]
-"""Write chunk ``i`` of the run into this slot. False: it cannot be written."""
+"""Write chunk ``i`` of the run into this slot. False: impossible."""
 Take = Callable[[int, memoryview], bool]
-"""Read chunk ``i`` of the run from this slot. False: it cannot be used, stop here."""
+"""Read chunk ``i`` of the run from this slot. False: unusable, stop here."""
 
 _POLL_S = 0.005
-"""The interval between two polls of chunks that are coming."""
 _ASKING_S = 0.05
-"""The longest time that a lookup waits when the server itself has to ask Redis."""
+"""Longest wait of a lookup for which the server itself asks Redis."""
 
 
 class Attached:
-    """A server on this host. Its pool is mapped, and there is one copy between it and LMCache's
-    memory. Safe from any thread.
+    """A server on this host. Its pool is mapped: one copy to or from LMCache's memory. Threads:
+    any.
 
-    No method raises for a server that is dead, slow or not there. Then nothing is found, saved or
-    loaded.
-    """
+    A server that is dead, slow or not there raises nothing: nothing is found, saved or loaded."""
 
     def __init__(self, access: ServerAccess, timeout_s: float, load_timeout_s: float) -> None:
         self._client = Client(access, timeout_s)
         self._load_timeout_s = load_timeout_s
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of leading chunks that are held. Chunks on a lower tier are promoted from now
-        on."""
+        """Number of leading chunks that are held. Starts to promote those on lower tiers."""
         until = time.monotonic() + _ASKING_S
         with self._client.load(keys) as lease:
             while True:
@@ -52,7 +47,7 @@ class Attached:
                 self._client.wait(_POLL_S)
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
-        """Save the chunks that are not held yet. Returns how many were new."""
+        """Save the chunks that are not held yet. Returns their number."""
         places = {key: place for place, key in enumerate(keys)}
         with self._client.save(list(places)) as lease:
             for key, slot in zip(lease.keys, lease.views(), strict=True):
@@ -63,12 +58,10 @@ class Attached:
             return len(lease.keys)
 
     def load(self, keys: Sequence[ChunkKey], take: Take) -> int:
-        """Pass the run to ``take`` chunk by chunk, as far as it can be had in time. Returns how
-        many chunks were taken.
+        """Pass the run's chunks to ``take``, as far as they come in time. Returns the number taken.
 
-        It is loaded one part at a time. A run on the server's NVMe may be larger than its RAM, and
-        a lease lets no chunk of its own run leave to make room for the others.
-        """
+        The run is loaded in parts. One on NVMe may be larger than RAM, and a lease lets no chunk of
+        its own run leave to make room for the others."""
         until = time.monotonic() + self._load_timeout_s
         pool = self._client.pool
         most = max(1, pool.slots // 2) if pool is not None else len(keys)
@@ -83,14 +76,13 @@ class Attached:
         return done
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """Drop chunks that are bad."""
         self._client.invalidate(keys)
 
     def close(self) -> None:
         self._client.close()
 
     def _drain(self, lease: LoadLease, first: int, take: Take, until: float) -> tuple[int, bool]:
-        """Take chunks as they arrive. Returns how many, and whether to ask for more."""
+        """Take chunks as they arrive. Returns their number, and whether to ask for more."""
         taken = 0
         while True:
             ready, coming = lease.poll()
@@ -106,22 +98,22 @@ class Attached:
 
 
 class Streamed:
-    """A server on another host. Bytes come and go over TCP, through a buffer of this object. Its
-    methods are those of :class:`Attached`. Safe from any thread."""
+    """A server on another host: as :class:`Attached`, but over TCP and through a buffer. Threads:
+    any."""
 
     def __init__(self, access: ServerAccess, load_timeout_s: float) -> None:
         self._tier = RemoteTier(access)
         self._load_timeout_s = load_timeout_s
         self._chunk_bytes = access.hello.chunk_bytes
         self._buffers: deque[memoryview] = deque()
-        """Unused buffers. There are never more than threads."""
+        """Unused buffers, never more than threads."""
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         return self._tier.find(keys)
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
-        """Save the last chunk first. The server saves each by itself, and the chunk that comes last
-        is the hottest."""
+        """Save the last chunk first: the server saves each by itself, and the last to come is the
+        hottest."""
         buffer = self._take_buffer()
         saved = 0
         for place in range(len(keys) - 1, self._tier.find(keys) - 1, -1):

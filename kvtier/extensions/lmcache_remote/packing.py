@@ -5,12 +5,11 @@ A packed chunk is a head of one page, then the chunk's bytes::
 
     magic (16) | XXH3-128 (16) | length of the head (2) | head | zeros to 4096 | bytes | zeros
 
-LMCache's last chunk of a prompt may be shorter than the others and has its own shape. kvtier's
-chunks all have the same size. So the head has the size, and what a reader needs to make the same
-object of it. The checksum is over key, head and bytes. It is made where LMCache's memory is read,
-and checked where LMCache's memory was filled, so it covers everything between. The head is a page,
-because slots are whole pages and copies of aligned bytes are faster.
-"""
+LMCache's last chunk of a prompt may be shorter than the others and has its own shape, while
+kvtier's chunks all have one size. So the head has the size, and all that a reader needs to make the
+same object. The checksum over key, head and bytes is made where LMCache's memory is read, and
+checked where it was filled, so it covers everything between. The head is a page, because slots are
+whole pages and aligned copies are faster."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ Shape = Annotated[list[Size], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Head of LMCache's object: its size, a shape and a dtype for each group of
-    layers, and their format."""
+    """LMCache's object: its size, a shape and a dtype for each group of layers, and their
+    format."""
 
     size: Size
     shapes: Annotated[list[Shape], msgspec.Meta(min_length=1, max_length=64)]
@@ -49,24 +48,21 @@ def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
     """The key of the chunk that LMCache calls ``name`` (its key's fields, which can be written as
     JSON), for engines of ``fingerprint``.
 
-    Its parent half is zero, so the key is *flat*. LMCache names a chunk by a hash over all tokens
-    up to its end, but never says which chunk comes before it. A reader must be able to make the
-    same key from one name alone. Leaf-first order needs no parents where runs come whole, and
-    LMCache passes whole runs (its batches): a save or load of a run touches it from its end to its
-    beginning. What is lost is that order among the several batches of one prefill, until the prompt
-    is asked for again. On NVMe it is also lost after a restart, where flat keys are ordered only by
-    their last use.
-    """
+    The key is *flat*: its parent half is zero. LMCache names a chunk by a hash over all tokens up
+    to its end, without its parent, and a reader must make the same key from that name alone.
+    Leaf-first order needs no parents where runs come whole, and LMCache passes whole runs (its
+    batches), which a save or load touches from end to beginning. That order is lost among several
+    batches of one prefill until the prompt comes again, and on NVMe after a restart, where flat
+    keys are ordered only by last use."""
     text = json.dumps(name, separators=(",", ":"), ensure_ascii=True)
     return ChunkKey(hashlib.sha256(_MAGIC + fingerprint + text.encode()).digest() + _FLAT)
 
 
 def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
-    """Write the packed chunk into ``slot``, and zeros where it has none: the slot may have held
-    another prompt. False, and an undefined slot, when the head does not fit into its page.
+    """Write the packed chunk into ``slot``, and zeros around it: the slot may have held another
+    prompt. False, and an undefined slot, when the head does not fit into its page.
 
-    ``data`` is read once, for the copy. The checksum is of the copy, which has no other writer.
-    """
+    The checksum is of the copy, which has no other writer."""
     words = msgspec.msgpack.encode(head)
     if _FIXED.size + len(words) > HEAD_BYTES or len(data) != head.size:
         return False
@@ -80,7 +76,7 @@ def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
 
 
 def head_of(slot: memoryview) -> Head | None:
-    """The head, which the checksum has not proved yet. None when there is none."""
+    """The head, not yet proved by the checksum. None: there is none."""
     magic, _, length = _FIXED.unpack_from(slot)
     if magic != _MAGIC or _FIXED.size + length > HEAD_BYTES:
         return None
@@ -93,11 +89,9 @@ def head_of(slot: memoryview) -> Head | None:
 
 
 def unpack(slot: memoryview, key: ChunkKey, into: memoryview) -> bool:
-    """Copy the bytes of a packed chunk that has a head into ``into``, as many as fit there.
-
-    False: these are not the bytes that were packed for this key, and ``into`` is undefined. The
-    checksum is of the copy, so a slot that changes during the copy is noticed.
-    """
+    """Copy a packed chunk's bytes into ``into``, as many as fit. False: they were not packed for
+    this key, and ``into`` is undefined. The checksum is of the copy, so a slot that changes
+    meanwhile is noticed."""
     _, checksum, length = _FIXED.unpack_from(slot)
     words = bytes(slot[_FIXED.size : _FIXED.size + length])
     _copy(into, slot[HEAD_BYTES : HEAD_BYTES + len(into)])
@@ -111,5 +105,5 @@ def _checksum(key: ChunkKey, words: bytes, data: memoryview) -> bytes:
 
 
 def _copy(into: memoryview, data: memoryview) -> None:
-    """Copy by numpy, which lets other threads run meanwhile."""
+    """numpy copies without the GIL."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))

@@ -1,5 +1,4 @@
-"""KVTier: the class that ``remote_storage_plugin.kvtier.class_name`` names. LMCache makes one and
-asks it for a connector."""
+"""KVTier: the class that ``remote_storage_plugin.kvtier.class_name`` names."""
 
 from __future__ import annotations
 
@@ -33,13 +32,11 @@ _KEYS = (
     "load_timeout_ms",
     "namespace",
 )
-"""The keys of kvtier that are valid here, as ``remote_storage_plugin.<name>.<key>`` under
-``extra_config``."""
+"""kvtier's keys that are valid as ``remote_storage_plugin.<name>.<key>`` in ``extra_config``."""
 
 
 class KVTier(ConnectorAdapter):
-    """Makes connectors for plug-ins called ``kvtier``, or ``kvtier.<anything>`` where there are
-    several."""
+    """Makes connectors for plug-ins called ``kvtier`` or ``kvtier.<anything>``."""
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{_KIND}")
@@ -65,8 +62,7 @@ class KVTier(ConnectorAdapter):
 
 
 def settings(extra: Mapping[str, Any], name: str) -> Config:
-    """kvtier's configuration from LMCache's ``extra_config``. Nothing else is read. Raises
-    ConfigError."""
+    """kvtier's configuration from LMCache's ``extra_config`` alone. Raises ConfigError."""
     prefix = f"remote_storage_plugin.{name}."
     given = {
         key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)
@@ -97,8 +93,7 @@ def _refuse(config: Any) -> None:
 
 
 def _parts(metadata: Any) -> dict[str, Any]:
-    """Parts that make LMCache's bytes equal where its keys are equal. Its keys do not contain the
-    shape of a whole chunk."""
+    """Fingerprint's parts. LMCache's keys do not contain the shape of a whole chunk."""
     return {
         "lmcache": 1,
         "model": metadata.model_name,

@@ -1,10 +1,9 @@
 """KVTierRemote: LMCache's RemoteConnector over a kvtier server.
 
-LMCache calls it on its event loop (gets and puts), and on the thread that answers the engine's
-lookups. Neither may wait for a server, so the work is done on lanes, and a lookup waits at most a
-second. It uses asyncio because LMCache's interface consists of coroutines. Nothing raises into
-LMCache: what cannot be had is a miss, what cannot be kept is dropped, and both are counted.
-"""
+LMCache calls it on its event loop (gets and puts, which are coroutines), and on the thread that
+answers the engine's lookups. Neither may wait for a server, so lanes do the work, and a lookup
+waits at most a second. Nothing raises into LMCache: what cannot be had is a miss, what cannot be
+kept is dropped, and both are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from kvtier.extensions.lmcache_remote.packing import Head
 logger = logging.getLogger("kvtier.lmcache")
 
 _FIND_S = 1.0
-"""The longest time that a lookup waits, because the engine's scheduler waits for the answer."""
+"""Longest wait of a lookup: the engine's scheduler waits for the answer."""
 _FINDS_QUEUED, _BATCHES_QUEUED = 16, 64
 _MOVE_THREADS = 2
 _CLOSE_S = 5.0
@@ -39,10 +38,8 @@ Found = list[Any]
 
 
 class KVTierRemote(RemoteConnector):
-    """The chunks that LMCache has of one engine, in the server behind ``cache_server``.
-
-    LMCache makes connectors from ``context``. ``fingerprint`` is part of every key.
-    """
+    """LMCache's chunks of one engine, in the server behind ``cache_server``. ``fingerprint`` is
+    part of every key."""
 
     def __init__(
         self,
@@ -52,8 +49,8 @@ class KVTierRemote(RemoteConnector):
     ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
-        """Chunks since the start: ``saved``, ``loaded``, ``missed``, ``corrupt`` and
-        ``refused``. ``failed`` counts calls."""
+        """Chunks ``saved``, ``loaded``, ``missed``, ``corrupt`` and ``refused``, and calls
+        ``failed``."""
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
@@ -93,7 +90,6 @@ class KVTierRemote(RemoteConnector):
         return await self._on(self._finds, lambda: self._find(keys), 0, urgent=True)
 
     def _find(self, keys: Sequence[Any]) -> int:
-        """On the lane."""
         return self._safely(lambda: self._cache_server.find(self._named(keys)), 0)
 
     # ---- get -------------------------------------------------------------------------------------
@@ -106,13 +102,13 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_get(self, keys: Sequence[Any]) -> Found:
-        """The objects of a run (first chunk first) as far as they can be had, then None for the
+        """The run's objects, first chunk first, as far as they can be had, then None for the
         rest."""
         found = await self.batched_get_non_blocking("", keys)
         return [*found, *[None] * (len(keys) - len(found))]
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> Found:
-        """The objects of a run as far as they can be had. The caller owns a reference to each."""
+        """The run's objects as far as they can be had. The caller owns a reference to each."""
         found: Found = await self._on(
             self._moves, lambda: self._load(keys), [], urgent=True, unwanted=_release
         )
@@ -121,7 +117,6 @@ class KVTierRemote(RemoteConnector):
         return found
 
     def _load(self, keys: Sequence[Any]) -> Found:
-        """On a lane."""
         named = self._named(keys)
         found: Found = []
         bad: list[ChunkKey] = []
@@ -150,8 +145,7 @@ class KVTierRemote(RemoteConnector):
         return found
 
     def _memory_for(self, head: Head) -> Any:
-        """An object of LMCache's to fill. None when its memory is in use. It never waits for
-        memory."""
+        """An object of LMCache's to fill. None, without waiting, when its memory is in use."""
         shapes = [torch.Size(shape) for shape in head.shapes]
         dtypes = [_dtype(name) for name in head.dtypes]
         one = self._memory.allocate(shapes, dtypes, MemoryFormat[head.fmt], busy_loop=False)
@@ -169,8 +163,8 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
-        """Save a run. The lane has a reference of its own. If the caller gives up, its memory might
-        otherwise be reused while the copy runs, and other bytes would be saved under this name."""
+        """Save a run. The lane has a reference of its own: if the caller gives up, reused memory
+        would be saved under this name."""
         for one in memory_objs:
             one.ref_count_up()
 
@@ -186,7 +180,6 @@ class KVTierRemote(RemoteConnector):
             self.counts["refused"] += len(keys)
 
     def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> None:
-        """On a lane."""
         heads = [_head(one) for one in objects]
         fit = [place for place, head in enumerate(heads) if head.size <= self.full_chunk_size_bytes]
         named = self._named([keys[place] for place in fit])
@@ -245,8 +238,8 @@ class KVTierRemote(RemoteConnector):
         urgent: bool = False,
         unwanted: Callable[[R], None] = lambda _: None,
     ) -> R:
-        """Do ``work`` on the lane and await its result. ``unwanted`` gets a result that no
-        caller waits for any more, because LMCache cancels gets that take too long."""
+        """Result of ``work`` on the lane. ``unwanted`` gets a result that comes after LMCache has
+        cancelled the call."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
 
@@ -280,7 +273,7 @@ def _head(one: Any) -> Head:
 
 
 def _consistent(head: Head) -> bool:
-    """Whether the head can be right. Nothing is allocated for one that cannot."""
+    """Whether the head can be right. If not, nothing is allocated for it."""
     dtypes = [_dtype(name) for name in head.dtypes]
     if head.fmt not in MemoryFormat.__members__ or None in dtypes:
         return False
@@ -289,7 +282,6 @@ def _consistent(head: Head) -> bool:
 
 
 def _dtype(name: str) -> Any:
-    """None for what is no name of a type."""
     found = getattr(torch, name.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
 

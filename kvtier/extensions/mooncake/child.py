@@ -1,10 +1,9 @@
 """Calls of Mooncake's client, in the process that has it
 (:mod:`kvtier.tiers.away.library_main`). It imports nothing of kvtier.
 
-Mooncake's client is not put into an engine, because it can stop or end the process it is in.
-Version 0.3.13 holds Python's lock for 90 seconds where no master answers, waits 30 seconds for one
-that is stopped, and ends the process (SIGSEGV) at a call that comes after its end.
-"""
+Mooncake's client is kept out of engines because it can stop or end its process. Version 0.3.13
+holds the GIL for 90 seconds where no master answers, waits 30 seconds for one that is stopped, and
+crashes (SIGSEGV) at a call after its end."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from mooncake.store import MooncakeDistributedStore
 
 
 class Calls:
-    """The memory of all seats is given to Mooncake's client, which moves chunks to and from it."""
+    """Calls of Mooncake's client, which moves chunks to and from the memory of all seats."""
 
     def __init__(self, setup: list[Any], memory: mmap.mmap, room: int) -> None:
         self._store, self._room = MooncakeDistributedStore(), room

@@ -46,7 +46,7 @@ class MooncakeSection(TierSection):
 
 SECTION = MooncakeSection
 _CALLS = 4
-"""At once. Each has memory for one chunk."""
+"""Calls at once. Each has memory for one chunk."""
 
 
 def open(own: MooncakeSection, around: Opening) -> Opened:
@@ -84,4 +84,4 @@ def findings(own: MooncakeSection, tried: Trial | None) -> Iterator[Finding]:
 
 
 def plan(_found: TierFacts | None, _draft: Draft) -> None:
-    """Nothing is planned: the size stands in the URL."""
+    """Nothing to plan: the URL has the size."""

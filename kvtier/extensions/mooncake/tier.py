@@ -1,12 +1,11 @@
 """MooncakeTier: chunks in the memory that many hosts lend to Mooncake's pool, over TCP or RDMA.
 
-Every chunk is one object of the pool. The pool drops what was not used for long by itself, and what
-a dead host held is gone: both are misses. Order and room are the Directory's, as for every tier.
-What one kvtier deletes is gone for all.
+Every chunk is one object of the pool. The pool drops what was not used for long, and a dead host's
+chunks are gone: both are misses. Order and room are the Directory's. What one kvtier deletes is
+gone for all.
 
-Mooncake has no list of what it holds, so nothing is recovered at a start: what is there is found by
-asking, many chunks at once.
-"""
+Mooncake cannot list its objects, so a start recovers nothing: lookups find them, many chunks at
+once."""
 
 from __future__ import annotations
 
@@ -33,20 +32,19 @@ from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
 from kvtier.tiers.away.whole_objects import WholeObjectTier
 
 MooncakeError = LibraryError
-"""A call that failed, in words."""
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _SLOWEST = 8 << 20
-"""Bytes a second. A call that is slower has failed."""
+"""Bytes a second. Slower calls have failed."""
 _SLOWEST_LENT = 1 << 30
-"""Bytes a second of the memory that is lent: it may have to be made ready for RDMA."""
+"""Bytes a second for making lent memory ready for RDMA."""
 _LOCAL_BUFFER = 1 << 20
-"""For Mooncake itself. Chunks lie in the memory that is shared."""
+"""For Mooncake itself. Chunks lie in the shared memory."""
 
 _GONE = (-703, -704, -712)
-"""Not complete, not there, no longer there."""
+"""Codes: not complete, not there, no longer there."""
 _OTHER_LENGTH = -600
 _FULL = -200
 _WORDS = {
@@ -61,7 +59,6 @@ _VARIABLES = (
     *("MC_*", "MOONCAKE_*", "WITH_NVIDIA_PEERMEM", "GLOG_*", "IBV_*", "RDMAV_*", "MLX4_*"),
     *("MLX5_*", "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ASCEND_*", "SSL_CERT_*"),
 )
-"""Variables that Mooncake, its transports and their drivers read."""
 
 
 class MooncakeStore:
@@ -71,8 +68,8 @@ class MooncakeStore:
         url: where its master is.
         chunk_bytes: the largest chunk. A call may take as long as one needs at 8 MiB/s, and five
             seconds more.
-        calls: at once. Each has memory for one chunk.
-        python: runs Mooncake's client. It has the library.
+        calls: at once, each with memory for one chunk.
+        python: interpreter that has Mooncake's library.
 
     Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until there
     is an answer or time is over, and raises MooncakeError.
@@ -131,7 +128,6 @@ class MooncakeStore:
         return head
 
     def has(self, names: Sequence[str]) -> int:
-        """Number of leading ``names`` that are there."""
         with self._process.seat() as (ask, _):
             codes = self._asked(ask, "has", names)
         held = next((index for index, code in enumerate(codes) if code != 1), len(codes))
@@ -151,12 +147,10 @@ class MooncakeStore:
         return str(error)
 
     def close(self) -> None:
-        """No call may come after it."""
         self._process.close()
 
     def _asked(self, ask: Ask, what: str, names: Sequence[str], *more: int) -> list[int]:
-        """One code for each name. Raises MooncakeError for anything else that the library
-        answers."""
+        """One code a name. Raises MooncakeError for any other answer."""
         answer = ask(what, list(names), *more)
         if (
             not isinstance(answer, list)
@@ -173,8 +167,8 @@ def _check(code: int) -> None:
 
 
 def _own_address(url: MooncakeUrl) -> str:
-    """The address from which this host reaches the master. Raises MooncakeError where the
-    port is closed: Mooncake's client would try for minutes."""
+    """This host's address as the master sees it. Raises MooncakeError where the port is closed:
+    Mooncake's client would try for minutes."""
     try:
         with reach(url.host.strip("[]"), url.port, Deadline(_CONNECT_S)) as probe:
             return str(probe.getsockname()[0])
@@ -189,9 +183,8 @@ def _own_address(url: MooncakeUrl) -> str:
 class MooncakeTier(WholeObjectTier[MooncakeStore]):
     """Chunks in Mooncake's pool. What this process lent to it is taken back by :meth:`close`.
 
-    A master that does not answer is no error: the tier misses and refuses, and is there once the
-    master is. Raises TierError for what does not heal by waiting: no library, no such protocol, no
-    room for a chunk.
+    A master that does not answer is no error: the tier misses and refuses until it does. Raises
+    TierError for what waiting does not heal: no library, no such protocol, no room for a chunk.
 
     Threads: any number of lane threads.
     """
@@ -213,5 +206,5 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
         return self._call("failed_finds", partial(self._store.has, names)) or 0
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :meth:`Tier.held_of`. The pool keeps no owners and has no list."""
+        """Never complete: the pool keeps no owners and cannot list."""
         return [], False

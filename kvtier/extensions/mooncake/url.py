@@ -1,5 +1,4 @@
-"""Where Mooncake's store is: the only reader of ``mooncake_url``. It parses and refuses. It opens
-nothing.
+"""Where Mooncake's store is: the only reader of ``mooncake_url``.
 
 ::
 
@@ -58,12 +57,11 @@ class MooncakeUrl:
 
     @property
     def label(self) -> str:
-        """For logs."""
         return f"mooncake://{self.master}"
 
 
 def parse(text: str) -> MooncakeUrl:
-    """Parse the operator's ``mooncake_url``. Raises ConfigError."""
+    """Parse ``mooncake_url``. Raises ConfigError."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "mooncake":
         raise ConfigError(f"the scheme is not mooncake; expected {EXPECTED}")
@@ -89,7 +87,7 @@ def parse(text: str) -> MooncakeUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs: what :func:`parse` understood of it, else the scheme."""
+    """``text`` for logs. Of a text that cannot be read the scheme only."""
     try:
         return parse(text).label
     except ConfigError:
@@ -97,8 +95,8 @@ def masked(text: str) -> str:
 
 
 def safe(text: str) -> str | None:
-    """``text``, where it is of Mooncake and has nothing that could be a password: parameters hold
-    none. None: of anything else."""
+    """``text`` of a Mooncake URL without @ and #: parameters hold no secret. None: any other
+    text."""
     return text if re.fullmatch("(?i)mooncake://[^@#]*", text) else None
 
 
@@ -118,7 +116,6 @@ def _parameters(query: str) -> dict[str, str]:
 
 
 def _size(given: dict[str, str], name: str) -> int:
-    """0 where it is not given, or 0."""
     text = given.get(name, "0")
     try:
         return 0 if text == "0" else parse_size(text)

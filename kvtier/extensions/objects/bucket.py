@@ -1,13 +1,10 @@
-"""A bucket: the requests that a tier makes of it through ``obstore``, and what went wrong with one,
-in words.
+"""Bucket: a tier's requests through ``obstore``, and their faults in words.
 
 The library is in a process of its own (:mod:`kvtier.extensions.objects.child`) with a limit of
-memory. So whatever an endpoint answers, no more is taken of it than that, and nothing in this
-process waits but who asked.
+memory, so an endpoint's answer of any size takes no more, and only the caller waits for it.
 
-The words are ours. What a store or a library says of an error can hold a signed URL or a key's
-name, so of it only the store's error code and the HTTP status are ever shown.
-"""
+An error's text can hold a signed URL or a key's name, so only the store's error code and the HTTP
+status are ever shown."""
 
 from __future__ import annotations
 
@@ -48,26 +45,26 @@ _CREDENTIAL_HOSTS = (
     *("169.254.169.254", "169.254.170.2", "169.254.170.23", "fd00:ec2::254", "fd00:ec2::23"),
     *("amazonaws.com", "amazonaws.com.cn", "microsoftonline.com", "microsoftonline.us"),
 )
-"""Of instances' roles and of the services that change one credential for another."""
+"""Hosts of instances' roles, and of services that exchange credentials."""
 _PROVIDERS = {
     "s3": ("AWS_*",),
     "gs": ("GOOGLE_*", "GCE_METADATA_*", "SERVICE_ACCOUNT"),
     "az": ("AZURE_*", "IDENTITY_*", "IMDS_*", "MSI_*"),
 }
 _ANY_PROVIDERS = ("SSL_CERT_*", *_PROXIES, "NO_PROXY", "RUST_*")
-"""The variables that the library reads, by scheme and for all."""
+"""Variables that the library reads, by scheme and for all."""
 
 
 def library_environment(scheme: str) -> dict[str, str]:
-    """Environment of the library's process: the provider's own variables, and no
-    secret of anything else. The library reads the names of proxies in small letters too."""
+    """Environment of the library's process: the provider's variables and no other secret. Names of
+    proxies are read in small letters too."""
     both = (*_ANY_PROVIDERS, *(name.lower() for name in _ANY_PROVIDERS))
     return chosen(environment(), *_PROVIDERS[scheme], *both)
 
 
 def plain_http_allowed() -> bool:
-    """Whether the operator wants an object store to be reached without TLS: said in the variables
-    of the store's own library, like its endpoint and credentials."""
+    """Whether the operator allows an object store without TLS, by a variable of the store's
+    library."""
     surroundings = environment()
     return any(
         surroundings.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
@@ -76,9 +73,9 @@ def plain_http_allowed() -> bool:
 
 
 def object_hosts() -> tuple[str, ...]:
-    """The only hosts that an object store's library has to reach, where the operator names an
-    endpoint in its variables: that host, and without a key those that give credentials. Empty: it
-    reaches the provider's own hosts, or goes through a proxy of the operator's."""
+    """Hosts that the library has to reach where the operator's variables name an endpoint: that
+    one, and without a key those that give credentials. Empty: the provider's own hosts, or a
+    proxy."""
     given = {name.upper(): value for name, value in environment().items() if value}
     if given.keys().isdisjoint(_ENDPOINTS) or not given.keys().isdisjoint(_PROXIES):
         return ()
@@ -91,39 +88,35 @@ def object_hosts() -> tuple[str, ...]:
 
 _LOG = logging.getLogger(__name__)
 FAULTS = (LibraryError,)
-"""Errors of a request."""
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALLS = 24
-"""At once: eight of the tier's lane, sixteen that ask for owners. Memory is that of the most that
-there were."""
+"""Calls at once: eight of the tier's lane, sixteen that ask for owners. Memory is used by the most
+that there were."""
 _MOST_BYTES = 192 << 20
-"""Memory of the library's process, without the chunks. Eight gets of any size at once need a
-quarter."""
+"""Limit of the library's process without the chunks. Eight gets at once need a quarter."""
 _WORKERS = "4"
-"""Threads that the library has, instead of one for each core. Their stacks count as memory."""
+"""The library's threads, instead of one a core. Their stacks count as memory."""
 _BEGIN_S = 5.0
 _LATE_S = 2.0
-"""After the library's own time for a request is over, its process is ended."""
+"""Time between the library's own limit of a request and the end of its process."""
 _ANSWER_S = 5
 _SLOWEST = 8 << 20
-"""Bytes a second. A request that is slower has failed."""
+"""Bytes a second. Slower requests have failed."""
 _NOWHERE = "http://127.0.0.1:1"
-"""A proxy that is none. The library follows redirects wherever they lead, and has no setting for
-it. So all hosts but the endpoint's are behind this one, and cannot be reached. The providers' own
-endpoints are trusted to lead to their own hosts."""
+"""A proxy that does not exist, for all hosts but the endpoint's: the library follows redirects
+anywhere, and has no setting for it. The providers' own endpoints are trusted."""
 _MULTIPART_BYTES = 64 << 20
-"""From here on a chunk is written in several requests at once. Below, their overhead (three
-requests more, each of which costs money) is more than what they save, because several chunks are on
-their way at once anyway."""
+"""Size from which a chunk is written in several requests at once. Below, three requests more, each
+of which costs money, save too little: several chunks are on their way anyway."""
 _PART_STEPS = 3
-"""Its beginning, its parts, its end. Each may take as long as a request."""
+"""Beginning, parts and end. Each may take as long as a request."""
 _NOBODYS = bytes(8)
-"""The namespace of a trial. Chunks have their engine's."""
+"""Namespace of trials. Chunks have their engine's."""
 
 _OWNER = "kvtierowner"
-"""The metadata of an object that says whose it is, in hexadecimal. Azure takes only letters and
-digits in such a name. Objects without it have no owner."""
+"""Metadata key of an object's owner, which is in hexadecimal. Azure takes only letters and digits
+in it. Objects without it have no owner."""
 _TRIAL_OWNER = 1
 
 _ENVIRONMENT = {
@@ -161,7 +154,6 @@ _HOPELESS = {
     "AuthorizationPermissionMismatch": _DENIED,
 }
 _REFUSED = ("PermissionDeniedError", "UnauthenticatedError", "PermissionError")
-"""Kinds of the library's errors."""
 _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google\.internal")
 
 
@@ -200,7 +192,7 @@ class Bucket:
         )
 
     def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
-        """Write an object whole, or not at all, with its owner as metadata. Its bytes."""
+        """See :meth:`WholeObjects.put`. The owner becomes metadata."""
         length = 0
         attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None
         with self._library.seat() as (ask, memory):
@@ -210,8 +202,7 @@ class Bucket:
         return length
 
     def get(self, name: str, length: int) -> memoryview | None:
-        """The bytes of an object. No bytes when it is of another length. None when there is
-        none."""
+        """The object's bytes. Empty when it is of another length, None when there is none."""
         with self._library.seat() as (ask, memory):
             whole = ask("get", name, length)
             return None if whole is None else memoryview(bytes(memory[: length if whole else 0]))
@@ -230,21 +221,20 @@ class Bucket:
             return bool(ask("has", name))
 
     def owner(self, name: str) -> int:
-        """The object's owner. UNOWNED without an object, or where its metadata names none."""
+        """The object's owner, UNOWNED without an object or metadata."""
         with self._library.seat() as (ask, _):
             told = ask("attribute", name, _OWNER)
         return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else UNOWNED
 
     def delete(self, names: Sequence[str]) -> int:
-        """Delete objects, and return the number of names. One that is not there is no fault."""
         with self._library.seat() as (ask, _):
             for name in names:
                 ask("delete", name)
         return len(names)
 
     def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
-        """Name, bytes and time of the last write of every object below ``folder``, in no order,
-        page by page. It takes one of the calls at once as long as it goes on."""
+        """Name, bytes and last write of every object below ``folder``, unordered. Occupies one of
+        the calls at once until it ends."""
         with self._library.seat() as (ask, _):
             page = ask("first_page", folder)
             while page is not None:
@@ -253,12 +243,9 @@ class Bucket:
                 page = ask("next_page")
 
     def close(self) -> None:
-        """No request may come after it."""
         self._library.close()
 
     def greet(self, folder: str) -> None:
-        """Try once what a tier does. Raises FAULTS when the store cannot be reached now, TierError
-        for what only the operator can mend."""
         trial, text = f"{folder}/trial-{urandom(8).hex()}", b"kvtier"
         try:
             self.get(trial, 0)  # not a HEAD, whose answer could not say in a body what is wrong
@@ -286,11 +273,11 @@ class Bucket:
             )
 
     def told(self, error: LibraryError) -> str:
-        """The fault, and what to do where waiting mends nothing."""
+        """:meth:`hopeless`, or :func:`words`."""
         return self.hopeless(error) or words(error)
 
     def hopeless(self, error: LibraryError) -> str | None:
-        """The fault that the operator has to mend, where waiting mends nothing."""
+        """The fault and its remedy, where waiting mends nothing."""
         text, code = error.text, _code(error)
         environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
         if code in _HOPELESS:
@@ -322,8 +309,8 @@ class Bucket:
 
 
 def tried(url: str) -> str:
-    """Why the bucket of ``url`` cannot be reached now. Empty when it can. Raises TierError for what
-    waiting does not mend."""
+    """Why the bucket cannot be reached now, or "". Raises TierError for what waiting does not
+    mend."""
     with closing(Bucket(url, 1)) as bucket:
         try:
             bucket.greet(ObjectForm(bucket.url.prefix, _NOBODYS).folder)
@@ -333,7 +320,7 @@ def tried(url: str) -> str:
 
 
 def words(error: LibraryError) -> str:
-    """The fault of a request, without anything that could be a secret."""
+    """A request's fault in words that hold no secret."""
     code = _code(error)
     status = found[1] if (found := re.search(r"status code: (\d{3})", error.text)) else ""
     if code or status:
@@ -346,6 +333,6 @@ def words(error: LibraryError) -> str:
 
 
 def _code(error: LibraryError) -> str:
-    """The error code in the store's answer. Empty where there is none."""
+    """Error code in the store's answer, or ""."""
     found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", error.text)
     return found[1] if found else ""

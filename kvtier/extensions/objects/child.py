@@ -1,10 +1,9 @@
 """Requests of a bucket through ``obstore``, in the process that has it
 (:mod:`kvtier.tiers.away.library_main`). It imports nothing of kvtier.
 
-``obstore`` is not put into an engine, because it takes the body of a refusal and a page of a list
-whole, however long, and has no setting for it. While it makes an error of a long refusal it holds
-Python's lock: 0.13 s a MiB on two slow cores.
-"""
+``obstore`` is kept out of engines because it takes the body of a refusal and a page of a list
+whole, of any length. While it makes an error of a long refusal it holds the GIL: 0.13 s a MiB on
+two slow cores."""
 
 from __future__ import annotations
 
@@ -25,14 +24,13 @@ _RETRIES = 1
 _RETRY_S = 5
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
-"""Of an answer, taken at once."""
+"""Bytes of an answer that are taken at once."""
 _MOST_NAME = 1024
-"""Characters of a name. What is longer is no object's, and not told."""
+"""Characters of a name. Longer ones are no object's, and left out."""
 
 
 class BucketCalls:
-    """An object lies in the memory of the seat that asked. ``memory``: of all seats, ``room`` bytes
-    of each."""
+    """Calls, whose objects lie in their seat's part (``room`` bytes) of ``memory``."""
 
     def __init__(self, store: Any, memory: mmap.mmap, room: int) -> None:
         self._store, self._memory, self._room = store, memoryview(memory), room
@@ -59,8 +57,8 @@ class BucketCalls:
         )
 
     def get(self, seat: int, name: str, length: int) -> bool | None:
-        """None when there is none. False when it is of another length than it should have, or than
-        it says: then no more is taken of it than what the library reads at once."""
+        """None without an object. False when its real or announced length is another one: then only
+        what the library reads at once is taken of it."""
         try:
             answer = obstore.get(self._store, name)
         except FileNotFoundError:
@@ -84,7 +82,7 @@ class BucketCalls:
         return True
 
     def attribute(self, _: int, name: str, attribute: str) -> str:
-        """Empty where there is no such object, or it does not say."""
+        """Empty without such an object or attribute."""
         try:
             answer = obstore.get(self._store, name, options={"head": True})
         except FileNotFoundError:
@@ -96,12 +94,12 @@ class BucketCalls:
             obstore.delete(self._store, name)
 
     def first_page(self, seat: int, folder: str) -> list[list[Any]] | None:
-        """The first page. Its objects' names, bytes and times of the last write."""
+        """Names, bytes and last writes of a list's first page."""
         self._pages[seat] = iter(obstore.list(self._store, prefix=folder))
         return self.next_page(seat)
 
     def next_page(self, seat: int) -> list[list[Any]] | None:
-        """The next page of the list that this seat asked for. None after the last."""
+        """Next page of this seat's list. None after the last."""
         for page in self._pages[seat]:
             return [
                 [each["path"], each["size"], each["last_modified"].timestamp()]
@@ -111,7 +109,7 @@ class BucketCalls:
         return None
 
     def close(self) -> None:
-        """Requests that are going on end with the process."""
+        """Nothing to do: running requests end with the process."""
 
 
 def begin(setup: list[Any], memory: mmap.mmap, room: int) -> BucketCalls:

@@ -33,7 +33,7 @@ from kvtier.tiers.seam import (
 )
 
 DEFAULT_BYTES = 256 << 30
-"""When a URL but no size was given: a bucket has no size of its own."""
+"""Used without a size: a bucket has none of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,6 @@ class ObjectSection(TierSection):
 
     @property
     def share(self) -> int:
-        """Bytes."""
         return self.bytes_ or DEFAULT_BYTES
 
     def decided(self) -> dict[str, int]:
@@ -74,39 +73,38 @@ class ObjectSection(TierSection):
 
 _BLOCK = 4 << 20
 _REQUESTS = 8
-"""At once, as a tier makes them."""
+"""Requests at once, as a tier makes them."""
 _ASKED = 3
 _SPEED, _LATENCY = 0.68e9, 0.1
-"""Amazon's figures of S3: 85 to 90 MB/s a request, of which a tier makes eight at once, and 100 to
-200 ms until the first byte of each."""
+"""Bytes a second of eight requests, and seconds to the first byte. Amazon says of S3: 85 to 90 MB/s
+a request, 100 to 200 ms."""
 _BEFORE_FIRST = 9
-"""One after the other before a chunk comes: eight find a run of 128 chunks, one reads."""
+"""Requests, one after the other, before a chunk comes: eight find a run of 128 chunks, one
+reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore(TierFacts):
-    """A bucket, with the prefix that is ours."""
-
     url: str
     bytes_: Fact[int] = UNSEEN
-    """Our share of it, where one was given."""
+    """Our share, where one was given."""
     reachable: Fact[bool] = UNSEEN
     speed: Fact[float] = UNSEEN
-    """Of as many gets of large objects at once as a tier makes."""
+    """Bytes a second of as many large gets at once as a tier makes."""
     latency: Fact[float] = UNSEEN
     """Seconds of one request."""
     away: bool = False
-    """True when the bucket does not answer now, and waiting may mend that."""
+    """The bucket does not answer, and waiting may mend that."""
 
     def measured(self, seconds: float) -> ObjectStore:
-        """The time of a request that moves nothing, and eight gets of 4 MiB at once. One object,
-        which is deleted."""
+        """Time a request that moves nothing, and eight gets at once of one 4 MiB object, which is
+        deleted."""
         return _timed(self, seconds) if self.reachable.value else self
 
 
 def probe(own: ObjectSection) -> ObjectStore:
-    """Try once what a tier does with a bucket. Raises ConfigError for text that is no URL of an
-    object store, without showing it."""
+    """Try once what a tier does. Raises ConfigError, which does not show the text, for no URL of an
+    object store."""
     assert own.url is not None
     url, bytes_, label = own.url, own.bytes_, parse(own.url).label
     away = False
@@ -203,7 +201,7 @@ __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
 SECTION = ObjectSection
 _REQUESTS = 8
-"""In flight. Hides the round trip."""
+"""Calls at once. Hides the round trip."""
 _TRIAL_BYTES = 32 << 20
 
 

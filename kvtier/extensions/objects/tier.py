@@ -4,10 +4,10 @@ from it.
 Every chunk is one object, which stores write whole or not at all. A reader compares XXH3-128 over
 key and payload, so a wrong byte is a miss and a count, and never served.
 
-Looking a run up lists nothing. What leaves a run leaves it from its end, so that a run is held up
-to a point, and that point is found by bisection: one request where nothing is held, eight for 128
-chunks. A run with a gap, such as one that a lifecycle rule has thinned out, may be told longer than
-it is. Its missing chunk is a miss when it is read.
+A lookup lists nothing. Chunks leave a run from its end, so a run is held up to a point, which
+bisection finds: one request where nothing is held, eight for 128 chunks. A run with a gap, such as
+one that a lifecycle rule has thinned out, may be taken for a longer one. Its missing chunk is a
+miss when it is read.
 
 Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
 Several servers on one bucket: each owns a budget of its own and sees what the others wrote by
@@ -36,7 +36,7 @@ from kvtier.tiers.away.whole_objects import WholeObjectTier
 
 _LOG = logging.getLogger(__name__)
 _ALL_ASKED = 8
-"""Chunks that are asked for one by one: exact, and no more requests than a bisection of 128."""
+"""Chunks up to which each is asked for: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
 _ASK_S = 8.0
 _ASKED_TOGETHER = 16
@@ -53,8 +53,8 @@ class ObjectTier(WholeObjectTier[Bucket]):
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
 
-    Raises TierError for what does not heal by waiting: credentials, region, clock, no such bucket,
-    no room for a chunk.
+    Raises TierError for what waiting does not heal: credentials, region, clock, no such bucket, no
+    room for a chunk.
 
     Threads: any number of lane threads. Sixteen more while owners are asked for.
     """
@@ -64,15 +64,13 @@ class ObjectTier(WholeObjectTier[Bucket]):
     _share = "object_bytes"
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last: the rest may
-        be another server's, and is found by asking. Bounded in time and number. On a fault, what
-        was found so far."""
+        """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last, within bounds
+        of time and number. :meth:`find` finds the rest. After a fault: what was found so far."""
         stamps, whole = self._listed()
         return self._newest(stamps, "" if whole else " in the time a start may take")
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`. Exact for up to 8 keys. Of more it believes that a run has no
-        gaps: at most 8 requests for 128 keys, and one where nothing is held."""
+        """See :meth:`Tier.find`. Exact for up to 8 keys. Longer runs are taken to have no gaps."""
         if len(keys) <= _ALL_ASKED:
             return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
         if not self._has(keys[0]):
@@ -87,13 +85,13 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return held
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """See :meth:`Tier.owners`. A request for each chunk, sixteen at a time."""
+        """A request a chunk, sixteen at a time."""
         return [UNOWNED if whose is None else whose for whose in self._whose(keys)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """See :meth:`Tier.held_of`. Of an owner the bucket is asked chunk by chunk, for eight
-        seconds at most. Objects without an owner, of an older kvtier or in a store that drops
-        metadata, are found by None only: they are counted, and the search was not whole."""
+        """See :meth:`Tier.held_of`. An owner's chunks are asked for one by one, for eight seconds
+        at most. Objects without an owner (of an older kvtier, or in a store that drops metadata)
+        are found by None only, and make the search incomplete."""
         stamps, whole = self._listed()
         if owner is None:
             return list(stamps), whole
@@ -119,8 +117,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return found, whole and not unowned
 
     def _whose(self, keys: Sequence[ChunkKey], seconds: float = _ASK_S) -> list[int | None]:
-        """The owners of these chunks, as far as they are told in this time. None where that cannot
-        be asked now."""
+        """Owners of these chunks. None where that cannot be asked in ``seconds``."""
         told: dict[ChunkKey, int | None] = {}
 
         def ask(key: ChunkKey) -> None:
@@ -139,8 +136,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return self._store.put(name, parts, owner)
 
     def _listed(self) -> tuple[dict[ChunkKey, datetime], bool]:
-        """Every chunk with the time of its last write. False when a fault, the time or the number
-        cut the search short."""
+        """Chunks -> last write. False when a fault, the time or the number cut the search short."""
         stamps: dict[ChunkKey, datetime] = {}
         until, pages = self._clock() + _LIST_S, self._store.listed(self._form.folder)
         while self._clock() < until and len(stamps) < _MOST_LISTED:
@@ -156,6 +152,5 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return stamps, False
 
     def _has(self, key: ChunkKey) -> bool | None:
-        """None where it cannot be asked."""
         name = self._form.name(key)
         return self._call("failed_finds", lambda: self._store.has(name))

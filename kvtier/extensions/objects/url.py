@@ -1,5 +1,4 @@
-"""Where the object store is: the only reader of ``object_url``. It parses, refuses and masks. It
-opens nothing.
+"""Where the object store is: the only reader of ``object_url``. It parses, refuses and masks.
 
 ::
 
@@ -27,7 +26,7 @@ _SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
 _LONGEST_PREFIX = 512
-"""A name in S3 has at most 1,024 bytes. Ours take 160 behind the prefix."""
+"""Names in S3 have at most 1,024 bytes. Ours take 160 behind the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +40,12 @@ class ObjectUrl:
 
     @property
     def label(self) -> str:
-        """The URL, for logs: there is no secret in one that was understood."""
+        """The URL. One that was understood holds no secret."""
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
 def parse(text: str) -> ObjectUrl:
-    """Parse the operator's ``object_url``. Raises ConfigError, whose text never shows a piece
-    of ``text``."""
+    """Parse ``object_url``. Raises ConfigError, which never shows a piece of ``text``."""
     scheme, separator, rest = text.partition("://")
     known = _SCHEMES.get(scheme.lower()) if separator else None
     if known is None:
@@ -78,7 +76,7 @@ def parse(text: str) -> ObjectUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs: what :func:`parse` understood of it. Of anything else the scheme only."""
+    """``text`` for logs. Of a text that cannot be read the scheme only."""
     try:
         return parse(text).label
     except ConfigError:
@@ -87,8 +85,7 @@ def masked(text: str) -> str:
 
 
 def safe(_text: str) -> str | None:
-    """Always None: a text with an @, ? or # is no URL of an object store, and others hold no
-    secret."""
+    """Always None: no URL of an object store holds a secret, because @, ? and # are refused."""
     return None
 
 

@@ -1,12 +1,11 @@
 """The process that has a library. It is run as a file and imports nothing of kvtier.
 
-``library_main.py FILE CONTROL MEMORY SEAT...``: the file that speaks to the library, numbers of
-inherited sockets, and of the memory that both processes map. Each seat is one call at a time, with
-a part of the memory of its own, and is served by a thread of its own.
+``library_main.py FILE CONTROL MEMORY SEAT...``: the file that speaks to the library, and the
+numbers of inherited sockets and of the memory that both processes map. Each seat takes one call at
+a time, and has a thread and a part of the memory.
 
-FILE has ``begin(setup, memory, room)``. It returns an object with a method for each call, which
-gets the number of its seat and what was asked, and with ``close``.
-"""
+FILE has ``begin(setup, memory, room)``. It returns an object with ``close`` and a method for each
+call, which gets the seat's number and the arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from typing import Any
 _LOOK_S = 1.0
 _STACK_BYTES = 1 << 20
 _MOST_TEXT = 16 << 10
-"""Characters that are told of an error. It may hold an answer of any length."""
+"""Characters told of an error, which may hold an answer of any length."""
 
 
 def main(file: str, control: Connection, memory: int, seats: list[Connection]) -> None:
@@ -54,7 +53,6 @@ def main(file: str, control: Connection, memory: int, seats: list[Connection]) -
 
 
 def _serve(calls: Any, seat: Connection, index: int) -> None:
-    """One call after another, until the other end is closed."""
     while True:
         try:
             what, *asked = json.loads(seat.recv_bytes())
@@ -68,7 +66,7 @@ def _serve(calls: Any, seat: Connection, index: int) -> None:
 
 
 def _fault(error: Exception) -> list[Any]:
-    """No answer, but the kind and the words of an error."""
+    """Answer of a failed call: kind and words of the error."""
     return [None, type(error).__name__, str(error)[:_MOST_TEXT]]
 
 

@@ -1,12 +1,10 @@
-"""LibraryProcess: calls of a library in a process of its own
-(:mod:`kvtier.tiers.away.library_main`), so that nothing that happens in the library
-happens to an engine: it may hold its interpreter's lock, take memory up to its limit, hang or
-crash.
+"""LibraryProcess: a library in a process of its own (:mod:`kvtier.tiers.away.library_main`), where
+it may hold its interpreter's lock, take memory up to its limit, hang or crash without harm to an
+engine.
 
-Chunks cross by memory that both processes map. A call that takes too long ends that process: the
-memory goes with it, so that no late byte lies in what is used again. The next call starts another
-one.
-"""
+Chunks cross by memory that both processes map. A call that takes too long ends the process and with
+it the memory, so that no late byte lands in memory that is used again. The next call starts another
+process."""
 
 from __future__ import annotations
 
@@ -35,17 +33,17 @@ _LOG = logging.getLogger(__name__)
 _MAIN = str(Path(__file__).with_name("library_main.py"))
 _LOAD_S = 20.0
 _MOST_ANSWER = 1 << 20
-"""Bytes. Codes of 512 names, or an error in words, are much less."""
+"""Bytes. Codes of 512 names, or an error's words, are much less."""
 _END_S = 3.0
 _INCOMPLETE = "{name}'s library is not complete here ({text}); install what it needs"
 
 Ask = Callable[..., Any]
-"""A question and its arguments. The return is the library's word."""
+"""Called with a method's name and arguments. Returns the library's answer."""
 
 
 class LibraryError(Exception):
-    """A call that failed, in words. ``kind`` and ``text``: the error in the library, if it was one.
-    Its text can hold a secret, so it is in no message."""
+    """A failed call. ``kind`` and ``text``: the library's error, if any. Its text can hold a
+    secret, so no message shows it."""
 
     def __init__(self, words: str, kind: str = "", text: str = "") -> None:
         super().__init__(words)
@@ -53,29 +51,27 @@ class LibraryError(Exception):
 
 
 class HopelessError(LibraryError):
-    """Waiting mends nothing."""
+    """A failure that waiting does not mend."""
 
 
 class Library(NamedTuple):
-    """The side that runs in the process."""
-
     name: str
-    """Whose it is, for messages."""
+    """Name for messages."""
     file: str
-    """See :mod:`kvtier.tiers.away.library_main`."""
+    """FILE of :mod:`kvtier.tiers.away.library_main`."""
     python: str
-    """Runs it. It has the library."""
+    """Interpreter that has the library."""
     setup: Callable[[], object]
-    """The argument of ``begin``, made at each start. Raises LibraryError where a start makes no
+    """Makes ``begin``'s argument at each start. Raises LibraryError where a start makes no
     sense."""
     begin_s: float
-    """For ``begin``."""
+    """Time limit of ``begin``."""
     most_bytes: int = 0
-    """Of memory that is not shared. 0: as much as it likes."""
+    """Limit of memory that is not shared. 0: none."""
 
 
 class _Seat(NamedTuple):
-    """One call at a time, and the memory for its chunk."""
+    """Takes one call at a time. ``view``: memory for its chunk."""
 
     connection: Connection
     view: memoryview
@@ -85,12 +81,12 @@ class LibraryProcess:
     """A library's calls.
 
     Args:
-        library: what runs in the process.
+        library: runs in the process.
         room: bytes of memory for each call.
         calls: at once.
         limit_s: for one call.
-        environment: of the process. Its own secrets go in it, and not on its command line. No
-            others: whoever is at the library's other end may be hostile.
+        environment: of the process, with the library's own secrets and no others: the library's
+            other end may be hostile.
 
     The process starts with the first call. Threads: any.
     """
@@ -111,8 +107,8 @@ class LibraryProcess:
 
     @contextmanager
     def seat(self) -> Iterator[tuple[Ask, memoryview]]:
-        """One call after another: what asks, and the memory for their chunk. Both raise
-        LibraryError, and HopelessError where the library says why it does not start."""
+        """A seat for calls one after another. Both raise LibraryError, and HopelessError where the
+        library says why it does not start."""
         name = self._library.name
         if not self._lock.acquire(timeout=self._limit_s):
             raise LibraryError(f"{name}'s client is being started")
@@ -142,8 +138,7 @@ class LibraryProcess:
 
 
 class _Process:
-    """The process, while it is well. Raises LibraryError where it does not start, and HopelessError
-    where it says why."""
+    """A process. Raises LibraryError where it does not start, HopelessError where it says why."""
 
     def __init__(
         self,
@@ -187,14 +182,14 @@ class _Process:
         self._control = ours[0]
         view = memoryview(self._map)
         self.free: LifoQueue[_Seat] = LifoQueue()
-        """The memory of the seat that was used last is in the CPU's caches."""
+        """Last in, first out: that seat's memory is in the CPU's caches."""
         self._told(library.most_bytes, _LOAD_S, _INCOMPLETE)
         self._told([room, setup], library.begin_s, "{text}")
         for index, one in enumerate(ours[1:]):
             self.free.put(_Seat(one, view[index * room : (index + 1) * room]))
 
     def _told(self, what: object, limit_s: float, words: str) -> None:
-        """A step of the start. ``words``: for what went wrong with it."""
+        """Do a step of the start. ``words``: message for a fault."""
         if fault := self._answer(self._control, what, limit_s):
             self.end()
             _, kind, text = fault
@@ -202,7 +197,7 @@ class _Process:
             raise HopelessError(words.format(name=name, text=text), kind, text)
 
     def asked(self, connection: Connection, *what: object) -> Any:
-        """The answer. Raises LibraryError, and has ended the process where there is no answer."""
+        """Ask. Raises LibraryError; without an answer the process has been ended."""
         answer, *fault = self._answer(connection, what, self._limit_s)
         if fault:
             kind, text = fault
@@ -231,7 +226,7 @@ class _Process:
         _killed(self._process)
 
     def end(self) -> None:
-        """As a user of the library ends, who takes back what was lent."""
+        """End the library in order, so that it takes back what was lent."""
         self.over = True
         with suppress(OSError):
             self._control.send_bytes(b"end")
@@ -242,15 +237,15 @@ class _Process:
 
 
 def copied(source: bytes | memoryview, into: memoryview, at: int = 0) -> int:
-    """Copy, and let other threads run meanwhile. Where it ended."""
+    """Copy without the GIL. Returns the end in ``into``."""
     end = at + memoryview(source).nbytes
     np.copyto(np.frombuffer(into[at:end], np.uint8), np.frombuffer(source, np.uint8))
     return end
 
 
 def _bounded(ours: socket.socket, limit_s: float) -> Connection:
-    """A connection on which neither a piece of an answer nor the room for a question is waited for
-    without end: the process may stop in the middle of one."""
+    """A connection whose reads and writes end after ``limit_s``: the process may stop in the middle
+    of a message."""
     limit = struct.pack("ll", int(limit_s), 0)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -29,7 +29,7 @@ class ObjectForm:
     """Names of one model's chunks.
 
     Args:
-        prefix: of every name in the bucket. May be empty.
+        prefix: of every name in the bucket, or "".
         namespace: 1 to 32 bytes that stand for the model, its layout and the encryption key.
 
     Raises ConfigError for a namespace that cannot be used.
@@ -43,13 +43,13 @@ class ObjectForm:
         self.folder = (
             f"{prefix}/" if prefix else ""
         ) + f"kvtier-{FORMAT_VERSION}/{namespace.hex()}"
-        """All chunks lie in it, and nothing else but trials."""
+        """Place of all chunks, and of trials."""
 
     def name(self, key: ChunkKey) -> str:
         return f"{self.folder}/{key.hex()}"
 
     def key(self, name: str) -> ChunkKey | None:
-        """Whose name this is. None for a trial's, and for strangers."""
+        """Key of a name. None for a trial's, and for strangers."""
         text = name.removeprefix(f"{self.folder}/")
         if text == name or len(text) != 2 * KEY_BYTES:
             return None
@@ -61,13 +61,11 @@ class ObjectForm:
 
 
 def header(key: ChunkKey, payload: memoryview) -> bytes:
-    """The bytes in front of the payload: whose bytes these are, how many, and XXH3-128 over key
-    and payload."""
+    """Header: key, payload's length, and XXH3-128 over key and payload."""
     digest = xxh3_128(key)
     digest.update(payload)
     return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, 0, payload.nbytes, key) + digest.digest()
 
 
 def room(length: int) -> int:
-    """Bytes in the bucket of a chunk of ``length`` bytes."""
     return HEADER_BYTES + length

@@ -1,8 +1,7 @@
-"""AwayTier: what tiers have in common whose chunks lie on other machines.
+"""AwayTier: common parts of tiers whose chunks lie on other machines.
 
-A machine that fails is left alone for a while, then tried by one call. What could not be deleted is
-owed, and made good after the next call that succeeds.
-"""
+A machine that fails is left alone for a while, then tried by one call. Failed deletions are owed,
+and made good after the next call that succeeds."""
 
 from __future__ import annotations
 
@@ -25,31 +24,28 @@ _MOST = 65_536
 
 
 class OwedDeletions:
-    """``delete`` deletes some chunks. It owes them again (:meth:`add`) where that fails.
-
-    Threads: any. The lock is never held during I/O.
-    """
+    """Deletions that failed. ``delete`` deletes chunks, and owes them again (:meth:`add`) where
+    that fails. Threads: any. No I/O under the lock."""
 
     def __init__(self, delete: Callable[[Sequence[ChunkKey]], None]) -> None:
         self._delete = delete
         self._lock = threading.Lock()
         self._owed: dict[ChunkKey, None] = {}
         self.going: set[ChunkKey] = set()
-        """Chunks that are being deleted now."""
 
     def __len__(self) -> int:
         return len(self._owed)
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
-        """Owe these deletions too. Of more than 65,536 the oldest is given up."""
+        """Owe these deletions too. Beyond 65,536 the oldest are given up."""
         with self._lock:
             self._owed.update(dict.fromkeys(keys))
             while len(self._owed) > _MOST:
                 del self._owed[next(iter(self._owed))]
 
     def cancel(self, key: ChunkKey) -> bool:
-        """The chunk is about to be written anew: its deletion is not owed any more. False: it is
-        being deleted now, and a write would be hit by that."""
+        """Owe no deletion of a chunk that is about to be written anew. False: it is being deleted
+        now, which would hit the write."""
         with self._lock:
             if key in self.going:
                 return False
@@ -57,7 +53,7 @@ class OwedDeletions:
             return True
 
     def make_good(self) -> None:
-        """The medium answers: delete a few of the chunks that are owed."""
+        """Delete a few of the owed chunks. The medium answers."""
         if not self._owed:
             return
         with self._lock:
@@ -75,17 +71,16 @@ class OwedDeletions:
 _LOG = logging.getLogger(__name__)
 _MAX_CHUNK_BYTES = 1 << 30
 ASKED_AT_ONCE = 512
-"""Chunks in one question."""
 
 
 class AwayTier(Tier):
     """Chunks that others see and write too.
 
     Args:
-        place: its name in logs.
+        place: the tier's name in logs.
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
-        events: what it counts besides :data:`AWAY_EVENTS`.
+        events: counts besides :data:`AWAY_EVENTS`.
     """
 
     shared = True
@@ -114,7 +109,6 @@ class AwayTier(Tier):
         return len(self._owed)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """See :meth:`Tier.find`. Exact, but for what shows only when it is read."""
         held = 0
         for run in pieces(keys, ASKED_AT_ONCE):
             found = self._held(run)
@@ -124,20 +118,19 @@ class AwayTier(Tier):
         return held
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
-        """Leading chunks that are held now."""
+        """Number of leading chunks that are held now."""
         raise NotImplementedError
 
     def delete(self, key: ChunkKey) -> None:
-        """See :meth:`Tier.delete`. While the machine is away the delete is owed, and made good
-        after the next call that succeeds. Of more than 65,536 the oldest is given up."""
+        """See :meth:`Tier.delete`. While the machine is away the delete is owed."""
         self._unlink([key])
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Nothing is kept but what lies there. The order of the next start is told by its times."""
+        """Keep no order: the next start sorts by the store's own times."""
         self._closed = True
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete these chunks. They are owed if that fails."""
+        """Delete these chunks, or owe that if it fails."""
         raise NotImplementedError
 
     def _check_size(self, data: memoryview) -> None:
@@ -147,8 +140,7 @@ class AwayTier(Tier):
             )
 
     def _newest(self, stamps: Mapping[ChunkKey, Any], how: str = "") -> Sequence[ChunkKey]:
-        """Chunks found at the start, as far as our share goes, coldest first. The rest may be
-        another server's."""
+        """Chunks found at the start, coldest first, as many as our share holds."""
         order = coldest_first(stamps.items())
         if order:
             _LOG.info(
@@ -163,14 +155,14 @@ class AwayTier(Tier):
     # ---- faults ----------------------------------------------------------------------------------
 
     def _answered(self, breaker: Breaker, *, settle: bool) -> None:
-        """A call succeeded. ``settle``: what is owed is deleted now."""
+        """A call succeeded. ``settle``: delete owed chunks now."""
         if breaker.ok():
             _LOG.info("%s: answers again", self._place)
         if settle:
             self._owed.make_good()
 
     def _failed(self, breaker: Breaker, count: str, told: object) -> None:
-        """A call failed. ``told``: how, in words without secrets."""
+        """A call failed. ``told``: words without secrets."""
         self._events.add(count)
         self._events.log_first(count, told)
         if breaker.fault():

@@ -1,10 +1,8 @@
-"""WholeObjectTier: what tiers have in common whose store keeps a chunk as one object, whole or not
-at all: a bucket, a pool of other hosts' memory.
+"""WholeObjectTier: common parts of tiers whose store keeps a chunk as one object, whole or not at
+all: a bucket, a pool of other hosts' memory.
 
 A reader compares XXH3-128 over key and payload, so a wrong byte is a miss and a count, and never
-served. A store that fails is left alone for a while, then tried by one call. What could not be
-deleted is owed.
-"""
+served."""
 
 from __future__ import annotations
 
@@ -25,37 +23,37 @@ T = TypeVar("T")
 
 
 class WholeObjects(Protocol):
-    """A store of named objects. Threads: any. Every method blocks until the store has answered or
-    time is over, and raises ``faults``."""
+    """A store of named objects. Threads: any. Methods block until an answer or a timeout, and raise
+    ``faults``."""
 
     label: str
-    """Its address, for logs."""
+    """Address for logs."""
     faults: tuple[type[Exception], ...]
 
     def greet(self, folder: str) -> None:
-        """Try once what a tier does, below ``folder``. Raises ``faults`` when the store cannot be
-        reached now, TierError for what only the operator can mend."""
+        """Try once all that a tier does, below ``folder``. Raises ``faults`` when the store cannot
+        be reached now, TierError for what only the operator can mend."""
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        """Write an object whole, or not at all. Its bytes; 0: the store has no room now."""
+        """Write an object whole, or not at all. Returns its bytes; 0: the store has no room now."""
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """Fill ``into`` with what stands behind the header. The header. No bytes when the object
-        is of another length. None when there is none."""
+        """Fill ``into`` with the payload, and return the header: empty when the object is of
+        another length, None when there is none."""
 
     def delete(self, names: Sequence[str]) -> int:
-        """Delete objects, and return the number of names. One that is not there is no fault."""
+        """Delete objects. Returns the number of names. A missing one is no fault."""
 
     def told(self, error: Any) -> str:
-        """A fault in words, without anything that could be a secret."""
+        """A fault in words that hold no secret."""
 
     def close(self) -> None:
         """No call may come after it."""
 
 
 class Deletions:
-    """Counts of this process's deletions that have begun and ended. A store of memory gives the
-    room of a deleted chunk to another one while it is still read. Threads: any."""
+    """Counts of this process's deletions. A store of memory gives a deleted chunk's room to another
+    while it is read. Threads: any."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -83,13 +81,12 @@ class WholeObjectTier(AwayTier, Generic[S]):
         chunk_bytes: the largest chunk, at most 1 GiB.
         clock: monotonic seconds.
 
-    A store that cannot be reached is no error: the tier misses and refuses, and is there once the
-    store is. Raises TierError for what does not heal by waiting, and where there is no room for a
-    chunk. Threads: any number of lane threads.
-    """
+    A store that cannot be reached is no error: the tier misses and refuses until it answers. Raises
+    TierError for what waiting does not heal, and without room for a chunk. Threads: any number of
+    lane threads."""
 
     _share: str
-    """The key or parameter that gives more room."""
+    """Key or parameter that gives more room."""
 
     def __init__(
         self,
@@ -124,11 +121,9 @@ class WholeObjectTier(AwayTier, Generic[S]):
 
     @property
     def nodes_away(self) -> Sequence[str]:
-        """The store, while it is left alone because it failed."""
         return (self._store.label,) if self._breaker.open else ()
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
-        """See :meth:`Tier.write`. Raises StateError for a wrong size."""
         self._check_size(data)
         if not self._owed.cancel(key):
             self._events.add("refused")
@@ -146,8 +141,6 @@ class WholeObjectTier(AwayTier, Generic[S]):
         return True
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """See :meth:`Tier.read`. ``into`` has exactly the size that was written. None while the
-        store is away."""
         name, ended = self._form.name(key), self._deletions.ended
         answer = self._call("failed_reads", lambda: [self._store.fetch(name, into)])
         if answer is None:
@@ -172,13 +165,13 @@ class WholeObjectTier(AwayTier, Generic[S]):
         return self._breaker.reserves()
 
     def _put(self, name: str, parts: Sequence[bytes | memoryview], owner: int) -> int:
-        """See :meth:`WholeObjects.put`. This store keeps no owners."""
+        """:meth:`WholeObjects.put`, for stores that keep no owners."""
         return self._store.put(name, parts)
 
     # ---- faults ----------------------------------------------------------------------------------
 
     def _call(self, count: str, action: Callable[[], T], *, settle: bool = True) -> T | None:
-        """``action``. None when the store fails, or is left alone because it did."""
+        """Result of ``action``. None when the store fails or is left alone."""
         if self._closed or not self._breaker.allows():
             self._events.add("refused")
             return None
