@@ -56,12 +56,13 @@ class Tier(ABC):
     @abstractmethod
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         """Store the chunk. True: a later ``read`` finds it whole. False: no part of it is held. A
-        chunk that is held already keeps its owner, or gets this one."""
+        chunk that is held already keeps its owner, or gets this one. Raises StateError for a chunk
+        that is too large."""
 
     @abstractmethod
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """Fill ``into`` with the chunk. True only when it is exactly what was written for this key,
-        checksum verified. Else ``into`` is undefined.
+        """Fill ``into``, as long as the chunk that was written. True only when it holds exactly the
+        bytes written for this key, checksum verified. Else ``into`` is undefined.
 
         False: the tier does not hold the chunk, or has dropped it because it was bad. None: not
         now. The chunk may well be there, and stays known, so that a later delete reaches it. A

@@ -29,7 +29,8 @@ class Breaker:
     A trial that is reserved and not begun, or that never reports back, is given up after the same
     wait, so that a lost caller cannot keep the breaker open.
 
-    Threads: any."""
+    Threads: any.
+    """
 
     def __init__(
         self,

@@ -65,7 +65,8 @@ class OwnFolder:
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
         """A descriptor of a regular file that is this user's alone and has no other name.
 
-        ``make``: create it, with mode 0600, if missing. Raises ``error`` and OSError."""
+        ``make``: create it, with mode 0600, if missing. Raises ``error`` and OSError.
+        """
         if make:
             with suppress(FileExistsError):
                 made = os.open(

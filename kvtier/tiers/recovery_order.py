@@ -21,7 +21,8 @@ def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
     when one of its descendants was: a hot leaf lifts all its ancestors. Of a key given twice the
     larger stamp counts. Keys whose parent is not among them are ordered by their stamp alone.
 
-    A forged cycle of links ends instead of looping."""
+    A forged cycle of links ends instead of looping.
+    """
     hottest_first = [key for key, _ in sorted(stamped, key=lambda pair: pair[1], reverse=True)]
     by_link = {own_half(key): key for key in hottest_first}
     placed: set[ChunkKey] = set()

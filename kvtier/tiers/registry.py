@@ -7,7 +7,8 @@ tier's section and whose value is the module with what :mod:`kvtier.tiers.seam` 
     acme = "acme_tier"
 
 A package's tier that cannot be used is in :data:`BROKEN`, and every reading of a configuration is
-refused then. Only this module imports tiers' packages."""
+refused then. Only this module imports tiers' packages.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,6 @@ class RegisteredTier:
 
 
 def _found() -> tuple[dict[str, RegisteredTier], list[str]]:
-    """Tiers by section, and words on those that cannot be used."""
     tiers = {
         name: RegisteredTier(cast("Parts", import_module(where))) for name, where in _OURS.items()
     }
@@ -134,7 +134,6 @@ def _registered(
 
 
 def _check(section: type[TierSection], name: str) -> None:
-    """Raises ConfigError for a section that no configuration can have."""
     for attribute in ("name", "title", "latency_s"):
         if not hasattr(section, attribute):
             raise ConfigError(f"its SECTION has no {attribute}")

@@ -63,8 +63,8 @@ class SealedTier(ForwardingTier):
 
     Args:
         inner: keeps chunks of ``sealed_bytes(chunk_bytes)`` bytes. It is closed with this one.
-        key: 32 random bytes. Chunks sealed by another are misses. Where the first ones found at the
-            start of a tier of our own are, all are dropped at once, with one line in the log.
+        key: 32 random bytes. Chunks sealed by another are misses. A start may drop all of them at
+            once (:meth:`recovered`).
         chunk_bytes: the size of every chunk.
 
     Threads: any number. Each keeps one sealed chunk as scratch memory, which never holds plaintext.
@@ -145,7 +145,6 @@ class SealedTier(ForwardingTier):
             )
 
     def _room(self) -> memoryview:
-        """This thread's memory for one sealed chunk."""
         if not hasattr(self._scratch, "room"):
             self._scratch.room = memoryview(mmap.mmap(-1, sealed_bytes(self._chunk_bytes)))
         room: memoryview = self._scratch.room

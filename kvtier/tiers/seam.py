@@ -164,8 +164,7 @@ class Opened(NamedTuple):
 
 
 Trial = Callable[["TierSection"], str]
-"""Saves chunks in one process, loads and compares them in another, deletes them. Returns the
-problem, or ""."""
+"""Saves, loads in a second process, compares and deletes chunks. Returns the problem, or ""."""
 
 
 def then_tried(
@@ -190,7 +189,7 @@ def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
 
 
 class TierFacts:
-    """Facts that a tier's probe has found. Each tier has a subclass."""
+    """Facts that a tier's probe has found. Subclasses add a tier's own."""
 
     @property
     def host_bytes(self) -> int | None:

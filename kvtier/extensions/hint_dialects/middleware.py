@@ -7,7 +7,8 @@ hints is passed on as it came. So is one that is too long or too slow, is no JSO
 unexpected form: no request fails because of its hints.
 
 vLLM puts it before everything, the check of the API key included. So a body is read only when vLLM
-reads it, and never for a request that vLLM refuses."""
+reads it, and never for a request that vLLM refuses.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 memory or by TCP.
 
 Calls block for a bounded time and are for lane threads. This file knows nothing of LMCache:
-callbacks get a slot and fill or read it. Runs are named first chunk first."""
+callbacks get a slot and fill or read it. Runs are named first chunk first.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Attached:
     """A server on this host. Its pool is mapped: one copy to or from LMCache's memory. Threads:
     any.
 
-    A server that is dead, slow or not there raises nothing: nothing is found, saved or loaded."""
+    A server that is dead, slow or not there raises nothing: nothing is found, saved or loaded.
+    """
 
     def __init__(self, access: ServerAccess, timeout_s: float, load_timeout_s: float) -> None:
         self._client = Client(access, timeout_s)
@@ -61,7 +63,8 @@ class Attached:
         """Pass the run's chunks to ``take``, as far as they come in time. Returns the number taken.
 
         The run is loaded in parts. One on NVMe may be larger than RAM, and a lease lets no chunk of
-        its own run leave to make room for the others."""
+        its own run leave to make room for the others.
+        """
         until = time.monotonic() + self._load_timeout_s
         pool = self._client.pool
         most = max(1, pool.slots // 2) if pool is not None else len(keys)

@@ -9,7 +9,8 @@ LMCache's last chunk of a prompt may be shorter than the others and has its own 
 kvtier's chunks all have one size. So the head has the size, and all that a reader needs to make the
 same object. The checksum over key, head and bytes is made where LMCache's memory is read, and
 checked where it was filled, so it covers everything between. The head is a page, because slots are
-whole pages and aligned copies are faster."""
+whole pages and aligned copies are faster.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
     Leaf-first order needs no parents where runs come whole, and LMCache passes whole runs (its
     batches), which a save or load touches from end to beginning. That order is lost among several
     batches of one prefill until the prompt comes again, and on NVMe after a restart, where flat
-    keys are ordered only by last use."""
+    keys are ordered only by last use.
+    """
     text = json.dumps(name, separators=(",", ":"), ensure_ascii=True)
     return ChunkKey(hashlib.sha256(_MAGIC + fingerprint + text.encode()).digest() + _FLAT)
 
@@ -62,7 +64,8 @@ def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
     """Write the packed chunk into ``slot``, and zeros around it: the slot may have held another
     prompt. False, and an undefined slot, when the head does not fit into its page.
 
-    The checksum is of the copy, which has no other writer."""
+    The checksum is of the copy, which has no other writer.
+    """
     words = msgspec.msgpack.encode(head)
     if _FIXED.size + len(words) > HEAD_BYTES or len(data) != head.size:
         return False

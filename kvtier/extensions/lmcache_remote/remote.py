@@ -3,7 +3,8 @@
 LMCache calls it on its event loop (gets and puts, which are coroutines), and on the thread that
 answers the engine's lookups. Neither may wait for a server, so lanes do the work, and a lookup
 waits at most a second. Nothing raises into LMCache: what cannot be had is a miss, what cannot be
-kept is dropped, and both are counted."""
+kept is dropped, and both are counted.
+"""
 
 from __future__ import annotations
 

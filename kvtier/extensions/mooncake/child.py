@@ -3,7 +3,8 @@
 
 Mooncake's client is kept out of engines because it can stop or end its process. Version 0.3.13
 holds the GIL for 90 seconds where no master answers, waits 30 seconds for one that is stopped, and
-crashes (SIGSEGV) at a call after its end."""
+crashes (SIGSEGV) at a call after its end.
+"""
 
 from __future__ import annotations
 

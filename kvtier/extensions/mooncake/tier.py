@@ -5,7 +5,8 @@ chunks are gone: both are misses. Order and room are the Directory's. What one k
 gone for all.
 
 Mooncake cannot list its objects, so a start recovers nothing: lookups find them, many chunks at
-once."""
+once.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +168,7 @@ def _check(code: int) -> None:
 
 
 def _own_address(url: MooncakeUrl) -> str:
-    """This host's address as the master sees it. Raises MooncakeError where the port is closed:
+    """This host's address towards the master. Raises MooncakeError where the port is closed:
     Mooncake's client would try for minutes."""
     try:
         with reach(url.host.strip("[]"), url.port, Deadline(_CONNECT_S)) as probe:

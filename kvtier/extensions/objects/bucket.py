@@ -4,7 +4,8 @@ The library is in a process of its own (:mod:`kvtier.extensions.objects.child`) 
 memory, so an endpoint's answer of any size takes no more, and only the caller waits for it.
 
 An error's text can hold a signed URL or a key's name, so only the store's error code and the HTTP
-status are ever shown."""
+status are ever shown.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +64,7 @@ def library_environment(scheme: str) -> dict[str, str]:
 
 
 def plain_http_allowed() -> bool:
-    """Whether the operator allows an object store without TLS, by a variable of the store's
-    library."""
+    """Whether the operator allows plain HTTP, by a variable of the store's library."""
     surroundings = environment()
     return any(
         surroundings.get(f"{name}_ALLOW_HTTP", "").lower() in ("true", "1")
@@ -91,8 +91,7 @@ FAULTS = (LibraryError,)
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALLS = 24
-"""Calls at once: eight of the tier's lane, sixteen that ask for owners. Memory is used by the most
-that there were."""
+"""Calls at once: eight of the tier's lane, sixteen that ask for owners."""
 _MOST_BYTES = 192 << 20
 """Limit of the library's process without the chunks. Eight gets at once need a quarter."""
 _WORKERS = "4"
@@ -273,7 +272,6 @@ class Bucket:
             )
 
     def told(self, error: LibraryError) -> str:
-        """:meth:`hopeless`, or :func:`words`."""
         return self.hopeless(error) or words(error)
 
     def hopeless(self, error: LibraryError) -> str | None:
@@ -333,6 +331,5 @@ def words(error: LibraryError) -> str:
 
 
 def _code(error: LibraryError) -> str:
-    """Error code in the store's answer, or ""."""
     found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", error.text)
     return found[1] if found else ""

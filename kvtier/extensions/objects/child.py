@@ -3,7 +3,8 @@
 
 ``obstore`` is kept out of engines because it takes the body of a refusal and a page of a list
 whole, of any length. While it makes an error of a long refusal it holds the GIL: 0.13 s a MiB on
-two slow cores."""
+two slow cores.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,6 @@ class BucketCalls:
             obstore.delete(self._store, name)
 
     def first_page(self, seat: int, folder: str) -> list[list[Any]] | None:
-        """Names, bytes and last writes of a list's first page."""
         self._pages[seat] = iter(obstore.list(self._store, prefix=folder))
         return self.next_page(seat)
 

@@ -33,7 +33,6 @@ from kvtier.tiers.seam import (
 )
 
 DEFAULT_BYTES = 256 << 30
-"""Used without a size: a bucket has none of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,6 @@ reads."""
 class ObjectStore(TierFacts):
     url: str
     bytes_: Fact[int] = UNSEEN
-    """Our share, where one was given."""
     reachable: Fact[bool] = UNSEEN
     speed: Fact[float] = UNSEEN
     """Bytes a second of as many large gets at once as a tier makes."""
@@ -201,7 +199,6 @@ __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
 SECTION = ObjectSection
 _REQUESTS = 8
-"""Calls at once. Hides the round trip."""
 _TRIAL_BYTES = 32 << 20
 
 

@@ -1,20 +1,13 @@
 """ObjectTier: chunks in a bucket that hosts share and that outlives them: a new host starts warm
 from it.
 
-Every chunk is one object, which stores write whole or not at all. A reader compares XXH3-128 over
-key and payload, so a wrong byte is a miss and a count, and never served.
-
 A lookup lists nothing. Chunks leave a run from its end, so a run is held up to a point, which
 bisection finds: one request where nothing is held, eight for 128 chunks. A run with a gap, such as
 one that a lifecycle rule has thinned out, may be taken for a longer one. Its missing chunk is a
 miss when it is read.
 
-Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
-Several servers on one bucket: each owns a budget of its own and sees what the others wrote by
-asking. What one deletes is gone for all, and a miss for them. Chunks that no server remembers leave
-by a lifecycle rule of the bucket.
-
-A store that fails is left alone for a while, then tried by one call.
+Several servers on one bucket each have a budget, and find each other's chunks by asking. A chunk
+that one deletes is gone for all. Forgotten chunks leave by a lifecycle rule of the bucket.
 """
 
 from __future__ import annotations
@@ -44,20 +37,9 @@ _MOST_LISTED = 2_000_000
 
 
 class ObjectTier(WholeObjectTier[Bucket]):
-    """Chunks in a bucket.
-
-    Args:
-        bucket: where it is.
-        form: names.
-        bytes_: our share of it.
-        chunk_bytes: the largest chunk, at most 1 GiB.
-        clock: monotonic seconds.
-
-    Raises TierError for what waiting does not heal: credentials, region, clock, no such bucket, no
-    room for a chunk.
-
-    Threads: any number of lane threads. Sixteen more while owners are asked for.
-    """
+    """Chunks in a bucket. Raises TierError for what waiting does not heal: credentials, region,
+    clock, no such bucket, no room for a chunk. Threads: any number of lane threads. Sixteen more
+    while owners are asked for."""
 
     name = "object"
     keeps_owners = asks_for_owners = True

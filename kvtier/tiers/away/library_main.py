@@ -5,7 +5,8 @@ numbers of inherited sockets and of the memory that both processes map. Each sea
 a time, and has a thread and a part of the memory.
 
 FILE has ``begin(setup, memory, room)``. It returns an object with ``close`` and a method for each
-call, which gets the seat's number and the arguments."""
+call, which gets the seat's number and the arguments.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,6 @@ def _serve(calls: Any, seat: Connection, index: int) -> None:
 
 
 def _fault(error: Exception) -> list[Any]:
-    """Answer of a failed call: kind and words of the error."""
     return [None, type(error).__name__, str(error)[:_MOST_TEXT]]
 
 

@@ -4,7 +4,8 @@ engine.
 
 Chunks cross by memory that both processes map. A call that takes too long ends the process and with
 it the memory, so that no late byte lands in memory that is used again. The next call starts another
-process."""
+process.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,6 @@ class HopelessError(LibraryError):
 
 class Library(NamedTuple):
     name: str
-    """Name for messages."""
     file: str
     """FILE of :mod:`kvtier.tiers.away.library_main`."""
     python: str
@@ -65,7 +65,6 @@ class Library(NamedTuple):
     """Makes ``begin``'s argument at each start. Raises LibraryError where a start makes no
     sense."""
     begin_s: float
-    """Time limit of ``begin``."""
     most_bytes: int = 0
     """Limit of memory that is not shared. 0: none."""
 

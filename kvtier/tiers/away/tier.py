@@ -1,7 +1,8 @@
 """AwayTier: common parts of tiers whose chunks lie on other machines.
 
 A machine that fails is left alone for a while, then tried by one call. Failed deletions are owed,
-and made good after the next call that succeeds."""
+and made good after the next call that succeeds.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,6 @@ class AwayTier(Tier):
         raise NotImplementedError
 
     def delete(self, key: ChunkKey) -> None:
-        """See :meth:`Tier.delete`. While the machine is away the delete is owed."""
         self._unlink([key])
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:

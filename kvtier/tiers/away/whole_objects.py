@@ -2,7 +2,8 @@
 all: a bucket, a pool of other hosts' memory.
 
 A reader compares XXH3-128 over key and payload, so a wrong byte is a miss and a count, and never
-served."""
+served.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class WholeObjectTier(AwayTier, Generic[S]):
 
     A store that cannot be reached is no error: the tier misses and refuses until it answers. Raises
     TierError for what waiting does not heal, and without room for a chunk. Threads: any number of
-    lane threads."""
+    lane threads.
+    """
 
     _share: str
     """Key or parameter that gives more room."""

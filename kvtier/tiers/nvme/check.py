@@ -6,7 +6,8 @@ a payload is as long as its slot. Payloads are dropped from the page cache befor
 answer is the disk's. Encrypted chunks are compared as they are, without the key.
 
 A folder in use is refused: it changes under the reader, and its owner checks what it reads
-anyway."""
+anyway.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,6 @@ class Report(msgspec.Struct):
     corrupt: int = 0
     """Good records whose payload does not match, or cannot be read."""
     damaged: int = 0
-    """Records that do not match their own checksum."""
     stale: int = 0
     """Older records of a key: a power cut undid their deletion. No tier believes them."""
     free: int = 0
@@ -81,7 +81,8 @@ def check(folder: Path, *, repair: bool = False) -> Report:
     free.
 
     Raises TierError when the folder is in use, not this user's alone, not readable, or of a newer
-    format (which is not ours to repair)."""
+    format (which is not ours to repair).
+    """
     with _locked(folder, os.O_RDWR if repair else os.O_RDONLY) as (files, index):
         report = Report(str(folder), problems=[])
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
@@ -171,7 +172,6 @@ def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records
 
 
 def _count(report: Report, files: TierFolder, table: memoryview, records: Records) -> list[int]:
-    """Fill in the report. Returns the bad and stale slots."""
     words = np.frombuffer(table, dtype="<u8").reshape(-1, RECORD_BYTES // 8)
     used = set(np.flatnonzero(words[:, 7] | words[:, -1]).tolist())  # sequence number and checksum
     believed = records.slots.tolist()

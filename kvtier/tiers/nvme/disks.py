@@ -74,7 +74,6 @@ class Disk:
     """nvme | ssd | ebs | virtual | rotational."""
     read_speed: Fact[float] = UNSEEN
     left: tuple[str, ...] = ()
-    """See :func:`left_behind`."""
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
@@ -212,7 +211,6 @@ def _device(mount: Mount, root: Path) -> Fact[str]:
 
 
 def _device_kinds(device: Path) -> set[str]:
-    """Kinds of the disks under a partition, RAID or device-mapper volume."""
     if (device / "partition").exists():
         device = device.parent
     slaves = list((device / "slaves").glob("*"))

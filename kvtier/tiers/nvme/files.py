@@ -7,7 +7,8 @@ pages up to twice as fast as small ones that lie anywhere. So memory in huge pag
 as it is. Other memory passes through a thread's own huge-page buffer: the copy takes a tenth of the
 time that it saves (``bench/NOTES.md``). Records go through the page cache: a 128-byte buffered
 write takes 3 us where a direct one takes 100 us, and outlives the process all the same. For a power
-cut see :mod:`kvtier.tiers.nvme.index`."""
+cut see :mod:`kvtier.tiers.nvme.index`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class SlotFiles:
         clean: the last owner closed them, or they are new.
 
     Raises TierError, with nothing left behind, when another process holds the folder, there is no
-    room, or the folder cannot be written or is not this user's alone."""
+    room, or the folder cannot be written or is not this user's alone.
+    """
 
     def __init__(
         self,
@@ -168,8 +170,8 @@ class SlotFiles:
         return not self._locked or all(leads_to(self.path / name, fd) for name, fd in names)
 
     def close(self, table: memoryview | None) -> None:
-        """Replace all records by ``table``, make all durable, mark it clean, let go. Raises
-        OSError."""
+        """Replace all records by ``table`` if given, make all durable, mark it clean, let go.
+        Raises OSError."""
         try:
             if table is not None:
                 for start in range(0, len(table), _READ_STEP):
@@ -221,7 +223,6 @@ class SlotFiles:
             )
 
     def _adopt(self) -> None:
-        """Set ``kept`` and ``clean`` by what the files hold from before."""
         old = Superblock.unpack(os.pread(self._index, PAGE_BYTES, 0))
         if old and old.version == FORMAT_VERSION and old.slot_bytes == self.slot_bytes:
             self.kept = min(self.slots, os.fstat(self._payload).st_size // self.slot_bytes)

@@ -88,7 +88,6 @@ class Superblock:
 
 
 def table_bytes(slots: int) -> int:
-    """Size of ``index.kvtier``: whole pages."""
     return PAGE_BYTES + -(-slots * RECORD_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -103,7 +102,8 @@ def slots_within(bytes_: int, slot_bytes: int) -> int:
 def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
     """16 bytes over key and payload. Releases the GIL. About 30 GB/s a core from memory.
 
-    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery, hence mode 0600."""
+    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery, hence mode 0600.
+    """
     return xxh3_128_digest(payload, seed=int.from_bytes(own_half(key), "little"))
 
 

@@ -58,7 +58,6 @@ def write_learnt(folder: Path, learnt: Learnt) -> None:
 
 
 def _bounded(found: Learnt) -> Learnt:
-    """The last entries with speeds that a clock can have measured."""
     engines = {
         name[:_LONGEST_NAME]: each
         for name, each in found.engines.items()

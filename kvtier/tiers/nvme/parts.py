@@ -78,7 +78,6 @@ class NvmeSection(TierSection):
 
 
 def default_bytes(free: int) -> int:
-    """Size where none was given. ``free``: bytes free on the folder's file system."""
     return min(free // 2, (256 << 30))
 
 

@@ -23,7 +23,6 @@ def fact_of(look: Callable[[], T], what: str) -> Fact[T]:
 
 
 def text_of(path: Path) -> str:
-    """A small file's text, or ""."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text().strip()
     return ""

@@ -62,7 +62,8 @@ class NvmeTier(Tier):
     sequence numbers, so a crash loses the newest.
 
     ``trouble``: the folder was removed or replaced while in use, as each write and read checks.
-    Nothing is written until it is back. Chunks are served as before."""
+    Nothing is written until it is back. Chunks are served as before.
+    """
 
     name = "nvme"
     keeps_owners = True

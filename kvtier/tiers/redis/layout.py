@@ -82,7 +82,6 @@ class Form:
     SIGN = b"{signed}"
 
     def is_own(self, base: bytes) -> bool:
-        """Whether this beginning of names is this model's."""
         return base == self._base
 
     def header_name(self, key: ChunkKey) -> bytes:
@@ -143,8 +142,7 @@ class Form:
         return (ChunkKey(key), not rest) if len(key) == KEY_BYTES else None
 
     def room(self, length: int) -> int:
-        """Redis's memory for a chunk of ``length`` bytes, with jemalloc's size classes and the
-        keys."""
+        """Redis's memory for a chunk, with jemalloc's size classes and the keys."""
         parts = [
             min(self.part_bytes, length - start) for start in range(0, length, self.part_bytes)
         ]
@@ -171,8 +169,7 @@ def _is_whole(header: bytes) -> bool:
 
 
 def _allocated(size: int) -> int:
-    """Bytes that jemalloc allocates: four size classes a doubling (jemalloc(3), table of
-    classes)."""
+    """Bytes that jemalloc allocates: four size classes a doubling (see jemalloc(3))."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
@@ -191,7 +188,8 @@ def check_settings(
 
     Redis's own eviction knows keys, not runs, so it takes heads of runs and single parts. On real
     traces ``allkeys-lru`` lost 2 to 13 points of hit ratio against leaf-first order,
-    ``allkeys-random`` two to six times as much."""
+    ``allkeys-random`` two to six times as much.
+    """
     worst = max(policies, key=_harm, default="noeviction")
     if _harm(worst) == 0 or (_harm(worst) == 1 and not ttl):
         if 0 < maxmemory < bytes_:

@@ -2,7 +2,8 @@
 the primary that Sentinel names.
 
 The answers of a cluster or a Sentinel are believed: who can answer in its place can send the tier
-anywhere, with its login. TLS with a verified certificate closes that."""
+anywhere, with its login. TLS with a verified certificate closes that.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +53,7 @@ class Nodes:
         """Ask anew at the next call: a server failed, or is no primary any more."""
 
     def moved(self, slot: int, to: Address | None) -> None:
-        """Learn a slot's new node from a node's reply. The start refuses a cluster behind a URL
-        that names none."""
+        """Learn a slot's new node from a node's reply. Only clusters give one."""
 
 
 class OneServer(Nodes):
@@ -205,7 +205,6 @@ def _refused_map(refusal: RefusedError) -> RedisError:
 
 
 def slot_of(name: bytes) -> int:
-    """Slot of a name, or of its hash tag."""
     begin = name.find(b"{")
     end = name.find(b"}", begin + 1)
     tag = name[begin + 1 : end] if begin >= 0 and end > begin + 1 else name

@@ -27,13 +27,10 @@ _SHARE_OF_MAXMEMORY = 0.9
 _PROBE_MS = 1000
 _SCAN_COUNT = 1000
 _FACTS_S = 5.0
-"""For all nodes together."""
 SCAN_S = 5.0
 _SEARCH_S = 10.0
 ALL_SCANNED_S = 4 * SCAN_S
-"""For all nodes together."""
 ALL_SEARCHED_S = 4 * _SEARCH_S
-"""For all nodes together."""
 _WORD = re.compile("[a-z-]{1,32}")
 _RIGHTS = (
     "+get +getrange +set +exists +unlink +sadd +srem +srandmember +pexpire +scan +info "
@@ -63,7 +60,8 @@ def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
     """Facts of every node, after a trial of all that the tier will do.
 
     Raises FAULTS when the server cannot be reached now, TierError for what only the operator can
-    mend."""
+    mend.
+    """
     probe = form.probe
     trials = [
         ("SET", probe, b"1", "PX", _PROBE_MS),
@@ -104,7 +102,8 @@ def room_for(
     """Number of chunks of ``room`` bytes in our share. Logs what the server's memory settings mean.
 
     ``bytes_`` None: nine tenths of ``maxmemory``, or 0 without ``facts`` (the server is away).
-    Raises TierError when ``maxmemory`` is needed and not set, or our share is less than a chunk."""
+    Raises TierError when ``maxmemory`` is needed and not set, or our share is less than a chunk.
+    """
     if bytes_ is None and not facts:
         return 0
     policies = sorted({fact.policy for fact in facts if fact.policy is not None})

@@ -6,19 +6,17 @@ acknowledged. A reader compares XXH3-128 over key and payload. A part that Redis
 never finished is a miss, a wrong byte is a miss and a count. See :mod:`.layout` for the names and
 bytes, :mod:`.servers` for the connections, :mod:`.wire` for the protocol.
 
-Order and room are the Directory's, as for every tier: it deletes leaf first within ``capacity``.
-Redis's own eviction should be off (``maxmemory-policy noeviction``). What was found at the start is
-logged.
+Redis's own eviction should be off (``maxmemory-policy noeviction``): the Directory deletes leaf
+first. The start logs the policy that it found.
 
 A node that fails is left alone for a while, and one that takes no writes is sent none for a while:
 each node for itself, the others go on. Names that move between nodes of a cluster are "not now",
 never a miss.
 
-Several servers on one Redis: each owns a budget of its own and sees what the others wrote by asking
-(``find``). What one deletes is gone for all, and a miss for them. With ``ttl_s`` chunks that no
-server remembers leave by themselves. Without it they stay until a server of the same model starts
-and takes them over, as far as its budget goes, or until Redis is full, no server of their model
-runs, and a write needs their room.
+Several servers on one Redis each have a budget, and find each other's chunks by asking (``find``).
+A chunk that one deletes is gone for all. With ``ttl_s`` forgotten chunks expire. Without it they
+stay until a server of the same model starts and takes them over, as far as its budget goes, or
+until Redis is full, no server of their model runs, and a write needs their room.
 """
 
 from __future__ import annotations
@@ -92,7 +90,6 @@ class NodeHealth:
 
     @property
     def full(self) -> bool:
-        """Whether a node has refused a write, and taken none since."""
         return any(node.full.open for _, node in self._present())
 
     def _present(self) -> list[tuple[str, Node]]:
@@ -272,7 +269,6 @@ class RedisTier(AwayTier):
         return next((index for index, reply in enumerate(replies) if reply != 1), len(replies))
 
     def _of_headers(self, command: str, keys: Sequence[ChunkKey]) -> list[Reply]:
-        """Replies to one small command about each header, None where its node fails."""
         names = [self._form.header_name(key) for key in keys]
         found: list[Reply] = [None] * len(keys)
         for indices in self._by_node(names):
@@ -304,8 +300,8 @@ class RedisTier(AwayTier):
     def _call(
         self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True
     ) -> T | None:
-        """Result of ``action`` on a wire to the node of ``name``. None when the node fails or is
-        left alone."""
+        """Result of ``action`` on a wire to ``name``'s node. None when that fails or is left
+        alone."""
         breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
             self._events.add("refused")
@@ -347,8 +343,7 @@ class RedisTier(AwayTier):
             self._servers.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete header and parts in one command a chunk, so that no reader sees one without the
-        other."""
+        """Delete a chunk in one command: no reader sees the header without the parts."""
         names = [self._form.header_name(key) for key in keys]
         for indices in self._by_node(names):
             commands = [

@@ -4,7 +4,8 @@ The names of chunks begin with their fingerprint: other weights, another vLLM or
 other names, which nobody looks for any more. Under ``noeviction`` Redis deletes none of them. So
 every tier signs its fingerprint: it is a member of a set that goes with its last member, or five
 minutes after that died. A write that finds Redis full takes the room of chunks whose fingerprint
-has no such set, the least recently used first, and only as many as it needs."""
+has no such set, the least recently used first, and only as many as it needs.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ class Upkeep:
         settle: learn how much room there is. False while Redis does not say.
         chunk_bytes: the size of our chunks, which stands in what is signed.
 
-    ``apart``: a signer for the same model has chunks of another size."""
+    ``apart``: a signer for the same model has chunks of another size.
+    """
 
     def __init__(
         self, servers: RedisServers, form: Form, settle: Callable[[], bool], chunk_bytes: int
@@ -170,8 +172,8 @@ class Upkeep:
                 wire.ask([("SREM", sign, self._member)])
 
     def told(self, census: Census, free: int, share: int) -> None:
-        """Log the census of the start. ``free``: bytes free for us, including those that we have.
-        ``share``: bytes that are to be ours."""
+        """Log the census of the start. ``free``: our bytes and those free for us. ``share``: our
+        budget."""
         words, level = [census.words()], logging.INFO
         if free < share:
             words.insert(0, f"only {size_text(max(0, free))} of our {size_text(share)} are free")
@@ -190,8 +192,8 @@ class Upkeep:
                 self.round()
 
     def _sign(self) -> bool:
-        """Sign that this fingerprint is in use. A full Redis takes no new member but prolongs a
-        set, so the first signer makes room for it, if need be of a chunk of ours."""
+        """Sign our fingerprint. A full Redis takes no new member but prolongs a set, so the first
+        signer makes room for it, if need be of a chunk of ours."""
         sign, signed = self._form.sign, False
         steps = [("SADD", sign, self._member), ("PEXPIRE", sign, _SIGNED_MS)]
         steps.append(("SRANDMEMBER", sign, _MEMBERS))

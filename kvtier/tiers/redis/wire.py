@@ -4,7 +4,8 @@ items and in time.
 A reply's size is known before it is read: nothing is made of a header that promises more than the
 command can answer. So a broken server, or one of another protocol, costs a call its time and
 nothing else. :meth:`Wire.ask` reads small replies. ``recv_into`` puts parts where they belong,
-without a copy."""
+without a copy.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,7 @@ from kvtier.tiers.redis.errors import (
 )
 
 IN_FLIGHT = 2
-"""Parts under way at once: one travels while Redis works on the other. More would only fill
-caches."""
+"""Parts under way at once: one travels while Redis works on the other."""
 
 _LINE_BYTES = 512
 _AT_ONCE = 1 << 16
@@ -77,7 +77,6 @@ class Wire:
         self.renew()
 
     def renew(self) -> None:
-        """Begin a call: its time counts from now."""
         self._deadline = time.monotonic() + self._timeout_s
         self._socket.settimeout(self._timeout_s)
 
@@ -133,7 +132,8 @@ class Wire:
         memory.
 
         Ends early at the first missing name. What follows in ``into`` is undefined then. Raises
-        WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS."""
+        WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS.
+        """
         self._socket.settimeout(self._left())
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names]
         sent = min(IN_FLIGHT, len(commands))
@@ -224,8 +224,8 @@ class Wire:
         return reply
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send all pieces in one system call where possible: waking Redis for each would cost a
-        lane a third more. TLS has no such call."""
+        """Send all pieces in one system call: waking Redis for each would cost a lane a third more.
+        TLS has no such call."""
         if isinstance(self._socket, ssl.SSLSocket):
             for piece in pieces:
                 self._socket.sendall(piece)
