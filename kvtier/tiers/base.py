@@ -33,8 +33,7 @@ class Tier(ABC):
 
     name: str
     capacity: int
-    """Room, in chunks. A tier that was away at the start begins with 0 and sets it once, on any
-    thread."""
+    """Room in chunks. A tier that was away at the start sets it later, once, on any thread."""
     shared: bool = False
     """Other processes write here too. :meth:`find` asks for their chunks."""
     keeps_owners: bool = False

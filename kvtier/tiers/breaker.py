@@ -74,8 +74,7 @@ class Breaker:
             return True
 
     def allows(self) -> bool:
-        """Whether this call may go now. A caller that gets True reports :meth:`ok` or
-        :meth:`fault`."""
+        """Whether this call may go now. If so the caller reports :meth:`ok` or :meth:`fault`."""
         with self._lock:
             if self._until is None:
                 return True

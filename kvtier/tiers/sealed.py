@@ -85,8 +85,7 @@ class SealedTier(ForwardingTier):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The inner tier's counts and ``unopened``: chunks whose seal did not open. These are in
-        ``corrupt`` too."""
+        """The inner tier's, and ``unopened``: seals that did not open, also in ``corrupt``."""
         counts = Counter(self.inner.counts)
         counts["unopened"] = self._unopened
         counts["corrupt"] += self._unopened
@@ -151,8 +150,7 @@ class SealedTier(ForwardingTier):
         return room
 
     def _cipher(self, nonce: bytes) -> AESGCM:
-        """AES-GCM under XAES-256-GCM's derived key: two CMAC blocks over a counter, X and half of
-        the nonce."""
+        """AES-GCM under XAES-256-GCM's derived key, which is two blocks of CMAC."""
         halves = []
         for counter in (1, 2):
             half = CMAC(AES(self._key))

@@ -98,8 +98,7 @@ class ConfigSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSection(ConfigSection):
-    """Keys of one tier. The first key is the place of its chunks; None: the tier is not
-    configured."""
+    """Keys of one tier, which is configured if the first one, the place of its chunks, is set."""
 
     title: ClassVar[str]
     """Name of the tier within a sentence."""
@@ -110,8 +109,7 @@ class TierSection(ConfigSection):
     shared: ClassVar[bool] = True
     """Other hosts use the same chunks."""
     medium: ClassVar[Literal["DISK", "P2P", "EXTERNAL_UNSPECIFIED"]] = "EXTERNAL_UNSPECIFIED"
-    """Origin of hits in vLLM's metrics: this host's disk, other hosts' memory, or unspecified (a
-    remote store)."""
+    """Origin of hits in vLLM's metrics: this host's disk, others' memory, or a remote store."""
     lmcache: ClassVar[Mapping[str, str]] = {}
     """Schemes of LMCache's ``remote_url`` -> how to configure the same here."""
 
@@ -121,8 +119,7 @@ class TierSection(ConfigSection):
         return getattr(self, name) is not None
 
     def decided(self) -> Mapping[str, Any]:
-        """Values on this host of unset keys, by field, unless the tier itself decides them when
-        opened."""
+        """Values of unset keys on this host, by field, that are known before the tier is opened."""
         return {}
 
     @property
@@ -131,8 +128,8 @@ class TierSection(ConfigSection):
         return True
 
     def daily_writes(self) -> int | None:
-        """Most bytes written a day. None: no limit. With a limit, chunks are written when RAM drops
-        them instead of when they are saved."""
+        """Most bytes written a day. If set, chunks are written as RAM drops them. None: no
+        limit."""
         return None
 
     def for_slots(self, slot_bytes: int) -> TierSection:
@@ -144,8 +141,7 @@ class Opening(NamedTuple):
     chunk_bytes: int
     """Bytes of a chunk as written: more than a slot's where chunks are sealed."""
     namespace: bytes
-    """Part of the chunk names in a shared store, so that chunks of different layouts or encryption
-    keys never collide."""
+    """Part of names in a shared store: other layouts or encryption keys have other names."""
     replica: int = 0
     """The engine's data-parallel index."""
     lent: bool = False
@@ -170,8 +166,7 @@ Trial = Callable[["TierSection"], str]
 def then_tried(
     findings: Iterable[Finding], tried: Trial | None, own: TierSection, do: str
 ) -> Iterator[Finding]:
-    """``findings``, then, unless one is a fail, the self-test of ``own``. ``do``: advice for its
-    failure."""
+    """``findings``, then, unless one is a fail, the self-test of ``own``. ``do``: its advice."""
     found = list(findings)
     yield from found
     if tried is not None and all(finding.state != "fail" for finding in found):
@@ -197,8 +192,7 @@ class TierFacts:
         return None
 
     def measured(self, seconds: float) -> TierFacts:
-        """Facts with speeds, measured within ``seconds``. A failure is an unknown fact with its
-        reason."""
+        """Facts with speeds, measured within ``seconds``, or unknown for a reason."""
         return self
 
 
@@ -253,8 +247,7 @@ class Parts(Protocol):
         read: a store that is away is a fact."""
 
     def findings(self, own: Any, tried: Trial | None) -> Iterator[Finding]:
-        """Findings for ``kvtier doctor``. ``tried`` may be called with smaller sizes; None: nothing
-        can be tried."""
+        """Findings for ``kvtier doctor``. ``tried``, if any, takes sections of smaller sizes."""
 
     def plan(self, found: Any, draft: Draft) -> None:
         """Set the tier's keys, or leave the tier out, without probing. ``found``: facts of

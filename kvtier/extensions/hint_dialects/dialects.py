@@ -33,8 +33,7 @@ _MARK = b'"cache_control"'
 _MOST_FIELD = 64 << 10
 """Bytes of one field. A longer one is a bad hint."""
 _MOST_BLOCKS = 30_000
-"""Most objects of a list that is searched for marks. More would hold the API server's loop for more
-than a few milliseconds."""
+"""Most objects of a searched list. More would hold the API server's loop for milliseconds."""
 _MOST_MARKS = 1000
 _SESSION_HEADERS = (
     "x-session-id",
@@ -166,8 +165,7 @@ def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
 
 
 def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
-    """Bounded number of marks of the request and its blocks. Texts and arguments are not
-    searched."""
+    """Marks of the request and its blocks, a bounded number. Texts are not searched."""
     if "cache_control" in body:
         yield _small(body["cache_control"])
     found = (mark for field in ("system", "tools", "messages") for mark in _marks_of(body, field))

@@ -6,8 +6,8 @@ Hints in headers and fields (:mod:`kvtier.extensions.hint_dialects.dialects`) go
 hints is passed on as it came. So is one that is too long or too slow, is no JSON, or has an
 unexpected form: no request fails because of its hints.
 
-vLLM puts it before everything, the check of the API key included. So a body is read only when vLLM
-reads it, and never for a request that vLLM refuses.
+vLLM puts the middleware before all else, the check of the API key included. So a body is read only
+when vLLM reads it, and never for a request that vLLM refuses.
 """
 
 from __future__ import annotations

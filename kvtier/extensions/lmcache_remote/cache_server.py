@@ -18,9 +18,9 @@ from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.chunk import ChunkKey
 
 Fill = Callable[[int, memoryview], bool]
-"""Write chunk ``i`` of the run into this slot. False: impossible."""
+"""Write chunk ``i`` of the run into this slot. False: it cannot be written."""
 Take = Callable[[int, memoryview], bool]
-"""Read chunk ``i`` of the run from this slot. False: unusable, stop here."""
+"""Read chunk ``i`` of the run from this slot. False: it is unusable, stop here."""
 
 _POLL_S = 0.005
 _ASKING_S = 0.05
@@ -101,8 +101,7 @@ class Attached:
 
 
 class Streamed:
-    """A server on another host: as :class:`Attached`, but over TCP and through a buffer. Threads:
-    any."""
+    """A server on another host, as :class:`Attached` but over TCP. Threads: any."""
 
     def __init__(self, access: ServerAccess, load_timeout_s: float) -> None:
         self._tier = RemoteTier(access)
@@ -115,8 +114,7 @@ class Streamed:
         return self._tier.find(keys)
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill) -> int:
-        """Save the last chunk first: the server saves each by itself, and the last to come is the
-        hottest."""
+        """Save the last chunk first: the server takes the last to come for the hottest."""
         buffer = self._take_buffer()
         saved = 0
         for place in range(len(keys) - 1, self._tier.find(keys) - 1, -1):

@@ -36,8 +36,7 @@ Shape = Annotated[list[Size], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """LMCache's object: its size, a shape and a dtype for each group of layers, and their
-    format."""
+    """LMCache's object: size, shape and dtype of each group of layers, format."""
 
     size: Size
     shapes: Annotated[list[Shape], msgspec.Meta(min_length=1, max_length=64)]

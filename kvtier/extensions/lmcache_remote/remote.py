@@ -39,8 +39,7 @@ Found = list[Any]
 
 
 class KVTierRemote(RemoteConnector):
-    """LMCache's chunks of one engine, in the server behind ``cache_server``. ``fingerprint`` is
-    part of every key."""
+    """LMCache's chunks of one engine. ``fingerprint`` is part of every key."""
 
     def __init__(
         self,
@@ -50,8 +49,7 @@ class KVTierRemote(RemoteConnector):
     ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
-        """Chunks ``saved``, ``loaded``, ``missed``, ``corrupt`` and ``refused``, and calls
-        ``failed``."""
+        """Chunks since the start; ``failed`` counts calls."""
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
@@ -103,8 +101,7 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_get(self, keys: Sequence[Any]) -> Found:
-        """The run's objects, first chunk first, as far as they can be had, then None for the
-        rest."""
+        """As :meth:`batched_get_non_blocking`, with None for the rest."""
         found = await self.batched_get_non_blocking("", keys)
         return [*found, *[None] * (len(keys) - len(found))]
 
@@ -164,8 +161,7 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
-        """Save a run. The lane has a reference of its own: if the caller gives up, reused memory
-        would be saved under this name."""
+        """Save a run. The lane's own reference keeps memory from being reused during the copy."""
         for one in memory_objs:
             one.ref_count_up()
 
@@ -239,8 +235,8 @@ class KVTierRemote(RemoteConnector):
         urgent: bool = False,
         unwanted: Callable[[R], None] = lambda _: None,
     ) -> R:
-        """Result of ``work`` on the lane. ``unwanted`` gets a result that comes after LMCache has
-        cancelled the call."""
+        """Result of ``work`` on the lane. ``unwanted`` gets it if LMCache has cancelled the
+        call."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
 

@@ -95,8 +95,7 @@ def masked(text: str) -> str:
 
 
 def safe(text: str) -> str | None:
-    """``text`` of a Mooncake URL without @ and #: parameters hold no secret. None: any other
-    text."""
+    """``text`` of a Mooncake URL without @ and #, which holds no secret, else None."""
     return text if re.fullmatch("(?i)mooncake://[^@#]*", text) else None
 
 

@@ -232,8 +232,7 @@ class Bucket:
         return len(names)
 
     def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
-        """Name, bytes and last write of every object below ``folder``, unordered. Occupies one of
-        the calls at once until it ends."""
+        """Name, bytes and last write of objects, unordered. Occupies a call until the end."""
         with self._library.seat() as (ask, _):
             page = ask("first_page", folder)
             while page is not None:
@@ -307,8 +306,7 @@ class Bucket:
 
 
 def tried(url: str) -> str:
-    """Why the bucket cannot be reached now, or "". Raises TierError for what waiting does not
-    mend."""
+    """Why the bucket cannot be reached now, or "". Raises TierError as :meth:`Bucket.greet`."""
     with closing(Bucket(url, 1)) as bucket:
         try:
             bucket.greet(ObjectForm(bucket.url.prefix, _NOBODYS).folder)

@@ -75,11 +75,9 @@ _REQUESTS = 8
 """Requests at once, as a tier makes them."""
 _ASKED = 3
 _SPEED, _LATENCY = 0.68e9, 0.1
-"""Bytes a second of eight requests, and seconds to the first byte. Amazon says of S3: 85 to 90 MB/s
-a request, 100 to 200 ms."""
+"""Amazon's figures of S3: eight requests of 85 MB/s each, 100 to 200 ms to the first byte."""
 _BEFORE_FIRST = 9
-"""Requests, one after the other, before a chunk comes: eight find a run of 128 chunks, one
-reads."""
+"""Requests before a chunk comes: eight find a run of 128 chunks, one reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +93,12 @@ class ObjectStore(TierFacts):
     """The bucket does not answer, and waiting may mend that."""
 
     def measured(self, seconds: float) -> ObjectStore:
-        """Time a request that moves nothing, and eight gets at once of one 4 MiB object, which is
-        deleted."""
+        """Time a request that moves nothing, and eight gets at once of a 4 MiB trial object."""
         return _timed(self, seconds) if self.reachable.value else self
 
 
 def probe(own: ObjectSection) -> ObjectStore:
-    """Try once what a tier does. Raises ConfigError, which does not show the text, for no URL of an
-    object store."""
+    """Try once what a tier does. Raises ConfigError, without the text, for no URL of a store."""
     assert own.url is not None
     url, bytes_, label = own.url, own.bytes_, parse(own.url).label
     away = False

@@ -43,8 +43,7 @@ Ask = Callable[..., Any]
 
 
 class LibraryError(Exception):
-    """A failed call. ``kind`` and ``text``: the library's error, if any. Its text can hold a
-    secret, so no message shows it."""
+    """A failed call. ``kind`` and ``text``: of the library's error. ``text`` may hold a secret."""
 
     def __init__(self, words: str, kind: str = "", text: str = "") -> None:
         super().__init__(words)
@@ -62,8 +61,7 @@ class Library(NamedTuple):
     python: str
     """Interpreter that has the library."""
     setup: Callable[[], object]
-    """Makes ``begin``'s argument at each start. Raises LibraryError where a start makes no
-    sense."""
+    """Makes ``begin``'s argument at each start. Raises LibraryError to prevent a start."""
     begin_s: float
     most_bytes: int = 0
     """Limit of memory that is not shared. 0: none."""
@@ -243,8 +241,7 @@ def copied(source: bytes | memoryview, into: memoryview, at: int = 0) -> int:
 
 
 def _bounded(ours: socket.socket, limit_s: float) -> Connection:
-    """A connection whose reads and writes end after ``limit_s``: the process may stop in the middle
-    of a message."""
+    """A connection whose calls end after ``limit_s`` also where the process stops in a message."""
     limit = struct.pack("ll", int(limit_s), 0)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -45,8 +45,7 @@ class OwedDeletions:
                 del self._owed[next(iter(self._owed))]
 
     def cancel(self, key: ChunkKey) -> bool:
-        """Owe no deletion of a chunk that is about to be written anew. False: it is being deleted
-        now, which would hit the write."""
+        """Owe no deletion of this chunk, which is to be written. False: it is being deleted."""
         with self._lock:
             if key in self.going:
                 return False

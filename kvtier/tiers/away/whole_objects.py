@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class WholeObjects(Protocol):
-    """A store of named objects. Threads: any. Methods block until an answer or a timeout, and raise
+    """A store of named objects. Threads: any. Methods block for a bounded time, raise
     ``faults``."""
 
     label: str
@@ -53,8 +53,7 @@ class WholeObjects(Protocol):
 
 
 class Deletions:
-    """Counts of this process's deletions. A store of memory gives a deleted chunk's room to another
-    while it is read. Threads: any."""
+    """Counts of own deletions: a store of memory reuses a deleted chunk's room during a read."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0

@@ -5,8 +5,7 @@ payload with the checksum in its record, and keys with each other. The Store wri
 a payload is as long as its slot. Payloads are dropped from the page cache before they are read: the
 answer is the disk's. Encrypted chunks are compared as they are, without the key.
 
-A folder in use is refused: it changes under the reader, and its owner checks what it reads
-anyway.
+A folder in use is refused: it changes under the reader, and its owner checks its reads anyway.
 """
 
 from __future__ import annotations

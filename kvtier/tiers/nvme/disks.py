@@ -118,8 +118,8 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
 
 
 def reusable(disk: Disk, *, server: bool) -> Disk:
-    """``disk`` with reusable files alone: servers' for a server, engines' for an engine. The
-    others' are in ``left``."""
+    """``disk`` with only the files that a server, or an engine, can reuse in ``own``. The others
+    are in ``left``."""
     disk = replace(disk, left=left_behind(disk.path, servers=not server))
     servers = fact_of(
         lambda: sum(_own_bytes(folder) for folder in Path(disk.path).glob(SIZE_FOLDERS)),
@@ -133,8 +133,7 @@ def reusable(disk: Disk, *, server: bool) -> Disk:
 
 
 def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
-    """Words on folders that servers, or engines, left at ``path`` and that are not in use: size,
-    and command that frees it."""
+    """Words on unused folders of servers, or engines: size, and the command that frees it."""
     place = Path(path)
     found, of_servers = [], set(place.glob(SIZE_FOLDERS))
     for folder in sorted((place, *place.glob("*/"))):

@@ -170,8 +170,7 @@ class SlotFiles:
         return not self._locked or all(leads_to(self.path / name, fd) for name, fd in names)
 
     def close(self, table: memoryview | None) -> None:
-        """Replace all records by ``table`` if given, make all durable, mark it clean, let go.
-        Raises OSError."""
+        """Replace all records by ``table`` if given, and close durably. Raises OSError."""
         try:
             if table is not None:
                 for start in range(0, len(table), _READ_STEP):

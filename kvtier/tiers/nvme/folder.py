@@ -34,8 +34,7 @@ def may_take(path: Path) -> bool:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether ``path`` still names the open file. True too where a failing disk cannot tell: each
-    I/O does then."""
+    """Whether ``path`` still names the open file. True too where a failing disk cannot tell."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):

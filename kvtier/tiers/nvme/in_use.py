@@ -36,8 +36,7 @@ def holder(folder: Path) -> str:
 
 
 def wait_until_free(folders: Iterable[Path], most_s: float = _MOST_S) -> None:
-    """Log which process has a folder, and wait for its end. Raises TierError after ``most_s``
-    seconds."""
+    """Log who has a folder, and wait for its end. Raises TierError after ``most_s`` seconds."""
     until = time.monotonic() + most_s
     for folder in folders:
         told = ""

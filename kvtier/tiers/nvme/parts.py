@@ -86,8 +86,7 @@ _LEAST_BYTES = 10 << 20
 
 
 def disk_findings(own: NvmeSection, disk: Disk) -> Iterator[Finding]:
-    """Findings on rights, room, file system and O_DIRECT. Looks at nothing but the folder's kind
-    and mode."""
+    """Findings of ``disk``'s facts, and of the folder's kind and mode, which are looked at."""
     if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
         yield Finding(
             "nvme", "fail", f"{disk.path} is not a folder", "name a folder of its own in nvme_path"

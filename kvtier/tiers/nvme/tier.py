@@ -194,8 +194,8 @@ class NvmeTier(Tier):
         return False
 
     def resize(self, chunks: int) -> int:
-        """See :meth:`Tier.resize`. Returns blocks of free slots to the file system, the file's last
-        ones first, or reserves them again as far as there is room."""
+        """Free slots' blocks, the file's last first, go to the file system or are reserved
+        again."""
         with self._lock:
             going = list[int]()
             if (surplus := self.capacity - len(self._given) - chunks) > 0:
@@ -234,8 +234,7 @@ class NvmeTier(Tier):
             self._empty(place % self.capacity)
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """See :meth:`Tier.close`. Keys that ``coldest_first`` leaves out count as colder. Later
-        calls miss or are refused."""
+        """Keys that ``coldest_first`` leaves out count as colder. Later calls miss."""
         with self._lock:
             places, self._places = self._places, {}
             self._free = array("I")
@@ -350,8 +349,7 @@ class NvmeTier(Tier):
         self._empty(place % self.capacity)
 
     def _empty(self, slot: int) -> None:
-        """Erase the record, then free the slot. The other order might erase the record of the
-        slot's next chunk."""
+        """Erase the record, then free the slot: else the next chunk's record might be erased."""
         try:
             self._files.write_record(slot, EMPTY_RECORD)
         except OSError as error:

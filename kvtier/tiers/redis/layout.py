@@ -152,8 +152,7 @@ class Form:
 
 
 def names_told(stem: bytes, header: object) -> list[bytes]:
-    """Names of a chunk of any fingerprint, by its header and the header's name ``stem``. Empty
-    where the header makes no sense."""
+    """Names of any fingerprint's chunk by its header, named ``stem``. Empty for a senseless one."""
     if isinstance(header, bytes) and len(header) >= _HEAD.size:
         magic, _, _, part_bytes, length, _ = _HEAD.unpack_from(header)
         if magic == _MAGIC and 0 < length <= _MOST_PARTS * part_bytes:

@@ -197,8 +197,7 @@ def hopeless(error: BaseException) -> str | None:
 def search(
     wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]
 ) -> bool:
-    """Add one node's chunks that ``owner`` may drop to ``found``. False when time was too short, or
-    some chunks have no owner."""
+    """Add one node's chunks that ``owner`` may drop to ``found``. False: some may be left."""
     until, whole = clock() + _SEARCH_S, True
     for names in wire.scan(form.pattern, _SCAN_COUNT):
         if clock() > until:

@@ -166,9 +166,8 @@ class RedisTier(AwayTier):
         return self._health.away
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. At most ``capacity`` keys, the most recently used, within
-        bounds of time and number. :meth:`find` finds the rest. After a fault: what was found so
-        far."""
+        """At most ``capacity`` keys, the most recently used, within bounds of time and number.
+        :meth:`find` finds the rest. After a fault: what was found so far."""
         census = Census(self._form, self.chunk_bytes)
         self._on_every_node(lambda wire: census.count(wire, SCAN_S, self._clock), ALL_SCANNED_S)
         if not census.whole:
@@ -222,8 +221,7 @@ class RedisTier(AwayTier):
     def _put(
         self, wire: Wire, owned: tuple[ChunkKey, int], data: memoryview
     ) -> RefusedError | None:
-        """Write. In a full Redis, make room for this write and those under way, which would take
-        it, and try once more."""
+        """Write. In a full Redis, make room for all writes under way and try once more."""
         self._under_way.append(owned[0])
         try:
             refusal = put_chunk(wire, self._form, owned, data, self._ttl_ms)
@@ -300,8 +298,7 @@ class RedisTier(AwayTier):
     def _call(
         self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True
     ) -> T | None:
-        """Result of ``action`` on a wire to ``name``'s node. None when that fails or is left
-        alone."""
+        """Result of ``action`` at ``name``'s node. None when that fails or is left alone."""
         breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
             self._events.add("refused")

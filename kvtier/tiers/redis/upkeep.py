@@ -172,8 +172,7 @@ class Upkeep:
                 wire.ask([("SREM", sign, self._member)])
 
     def told(self, census: Census, free: int, share: int) -> None:
-        """Log the census of the start. ``free``: our bytes and those free for us. ``share``: our
-        budget."""
+        """Log the census. ``free``: our bytes and those free for us. ``share``: our budget."""
         words, level = [census.words()], logging.INFO
         if free < share:
             words.insert(0, f"only {size_text(max(0, free))} of our {size_text(share)} are free")
@@ -237,8 +236,7 @@ class Upkeep:
     def _unsigned(
         self, wire: Wire, place: str, names: list[bytes], *, ours: bool
     ) -> list[tuple[bytes, list[bytes]]]:
-        """Chunks of unsigned fingerprints, by the header's name, with their names among ``names``,
-        the least recently used first."""
+        """Header name and ``names`` of unsigned fingerprints' chunks, least recently used first."""
         found = [match for name in names if (match := self._names.fullmatch(name))]
         bases = {match[1] for match in found if ours or not self._form.is_own(match[1])}
         free = self._free(wire, place, sorted(bases))
@@ -252,8 +250,7 @@ class Upkeep:
         return [(one, chunks[one]) for one in sorted(known, key=lambda one: -idle[one])]
 
     def _free(self, wire: Wire, place: str, bases: list[bytes]) -> set[bytes]:
-        """Unsigned fingerprints, without those whose sign cannot be read. All signs lie on one
-        node, which may be another one than that of ``wire``."""
+        """Unsigned ``bases``. Signs lie on one node, which may be another than ``wire``'s."""
         asked, replies = [("EXISTS", base + Form.SIGN) for base in bases], list[Reply]()
         if self._servers.node_of(self._form.sign) == place:
             replies = wire.ask(asked)

@@ -45,8 +45,7 @@ Reply = Any
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Most that one reply may have: ``size`` bytes, ``items`` in all its lists, ``depth`` of
-    lists."""
+    """Most that a reply may have: ``size`` bytes, ``items`` in all lists, nested ``depth`` deep."""
 
     size: int
     items: int = 0
@@ -90,8 +89,8 @@ class Wire:
         return self._deadline - time.monotonic() < self._timeout_s / 2
 
     def ask(self, commands: Iterable[tuple[Any, ...]], bounds: Bounds = SMALL) -> list[Reply]:
-        """Send small commands together. Returns their replies within ``bounds``, and errors of the
-        server as values. Raises FAULTS: SetupError and MovingError among them."""
+        """Send small commands together. Returns replies within ``bounds``, errors as values. Raises
+        FAULTS: SetupError and MovingError among them."""
         listed = list(commands)
         self._socket.settimeout(self._left())
         self._socket.sendall(b"".join(map(_packed, listed)))
@@ -157,8 +156,7 @@ class Wire:
                 self._socket.close()
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
-        """Pages of matching names on this node. Some may come twice. Each page has the time of a
-        call."""
+        """Pages of this node's matching names, each with a call's time. Names may come twice."""
         cursor = b"0"
         while True:
             self.renew()
@@ -224,8 +222,7 @@ class Wire:
         return reply
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send all pieces in one system call: waking Redis for each would cost a lane a third more.
-        TLS has no such call."""
+        """Send all at once: waking Redis for each piece would cost a lane a third more."""
         if isinstance(self._socket, ssl.SSLSocket):
             for piece in pieces:
                 self._socket.sendall(piece)
