@@ -27,13 +27,14 @@ class Tier(ABC):
     Order and room are the Directory's: it never asks a tier to hold more than ``capacity`` chunks,
     so a tier evicts nothing by itself.
 
-    The attributes below never change while the tier is open. The properties may be read by any
-    thread at any time.
+    The attributes below, but for such a ``capacity``, never change while the tier is open. The
+    properties may be read by any thread at any time.
     """
 
     name: str
     capacity: int
-    """Room in chunks. A tier that was away at the start sets it later, once, on any thread."""
+    """Room in chunks. 0 while a tier that was away at the start does not know it, which then sets
+    it once, on any thread."""
     shared: bool = False
     """Other processes write here too. :meth:`find` asks for their chunks."""
     keeps_owners: bool = False
@@ -56,7 +57,7 @@ class Tier(ABC):
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         """Store the chunk. True: a later ``read`` finds it whole. False: no part of it is held. A
         chunk that is held already keeps its owner, or gets this one. Raises StateError for a chunk
-        that is too large."""
+        of a size that the tier does not take."""
 
     @abstractmethod
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
