@@ -149,8 +149,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return self._worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's layout. A MultiConnector would pass it on as all its connectors': there it
-        comes with the report of a first step."""
+        """This rank's layout. A MultiConnector passes what one of its connectors says to all of
+        them: there each rank's layout comes with the report of a first step."""
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._own_layout()
 

@@ -90,8 +90,7 @@ class Extension:
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
         """Tokens beyond the first ``computed`` that the extension can load. None: vLLM shall ask
-        again. 0: the next extension is asked, then the store. ``busy``: others are computed
-        meanwhile."""
+        again. 0: the next extension is asked, then the store. ``busy``: others are computed."""
         return 0
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
@@ -108,7 +107,7 @@ class Extension:
         """The store takes ``pieces`` of the chunks from number ``saved`` up to ``computed``."""
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
-        """All ranks have reported a load or a save. ``is_last``: no other job is under way."""
+        """All ranks have reported a load or a save. ``is_last``: the request has no other job."""
 
     def drop(self, prompt: Prompt) -> None:
         """Give back what the extension has claimed for the request."""

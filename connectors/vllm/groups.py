@@ -42,10 +42,11 @@ _KEEP_TOKENS = 2_048
 """Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. What prompts share
 may end anywhere. Windows and states at every chunk would take more room than all else."""
 _ENDS_PER_TRUNK = 0.3
-"""Room of what is behind ends within a prompt, as a part of the anchors'. More room: fewer ends."""
+"""Room for what is behind ends within a prompt, as a part of the anchors' room. Ends lie further
+apart where each takes more."""
 _ANSWER_CHUNKS = 4
-"""Chunks of an answer of which a model with tails keeps one end, and ends before the last known
-chunk that are tried."""
+"""A model with tails keeps an answer's ends this many chunks apart, and looks for a hit at as many
+ends before the last known chunk."""
 _LAST_ENDS = 2
 """Last ends of a prompt that are kept: its last chunk often has the question in it. Beside some
 drafts vLLM has a state at the last but one alone."""

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) nothing was checked."""
+    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) no check was possible."""
     place = arguments.nvme or load(arguments.config).nvme.path
     if place is None:
         raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")

@@ -197,7 +197,7 @@ def _local_disk(key: str, value: object, ranks: int) -> _Mapped:
 
 
 def _folder(key: str, value: object, reason: str) -> _Mapped:
-    """Two slashes after ``file:`` count from the root too, because LMI's examples have them."""
+    """``file://`` with two slashes counts from the root too, because LMI's examples have it."""
     text = str(value)
     path = "/" + text.removeprefix("file://").lstrip("/") if text.startswith("file://") else text
     if isinstance(value, bool) or "," in path or not path.startswith("/") or not path.strip("/"):

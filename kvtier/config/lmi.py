@@ -62,7 +62,7 @@ def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
 
 
 def config_file(env: Mapping[str, str]) -> Option | None:
-    """``lmcache_config_file``, as in LMI from the folder of the file that names it."""
+    """``lmcache_config_file``. As in LMI, a relative path counts from the file that names it."""
     given = option("lmcache_config_file", env)
     file = properties_file(env)
     if given is None or file is None or not given.source.startswith("option."):

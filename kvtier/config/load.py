@@ -119,7 +119,8 @@ def _auto_beside_a_file(
     remarks: list[Remark],
 ) -> bool:
     """Whether auto-config's sizes replace an LMCache file's. Raises ConfigError where the two may
-    not meet. ``auto: true`` in a file of ours is that file's own wish, for sizes that it lacks."""
+    not meet. ``auto: true`` in a file of ours is that file's own wish, and a file of ours without
+    sizes leaves them to auto-config."""
     asked = [given for given in above if given.key == "auto" and given.value is not None]
     if not asked or not _parse(*asked[-1]):
         return False

@@ -199,7 +199,8 @@ class KeyChain:
         return self.keys
 
     def continued(self, tail: Sequence[int]) -> list[ChunkKey]:
-        """Keys of a prompt that goes on with ``tail`` behind the chunks so far. This one stays."""
+        """Keys of a prompt that goes on with ``tail``. This chain stays as it is. Raises
+        likewise."""
         other = copy(self)
         other._hash, other.keys = self._hash.copy(), list(self.keys)
         other._go_on(tail)

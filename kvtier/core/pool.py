@@ -118,8 +118,8 @@ class Pool:
 
     def populate(self, first: int, count: int) -> None:
         """Map the pages of ``count`` slots, huge ones where possible: a first save into absent
-        pages runs at a tenth of the speed. Releases the GIL. Best effort: before Linux 5.14 pages
-        are allocated at the first touch."""
+        pages runs at a tenth of the speed. Slots are handed out from 0 on. Releases the GIL. Best
+        effort: before Linux 5.14 pages are allocated at the first touch."""
         memory = self._map
         if memory is not None:
             self._huge.fill(memory, first * self.slot_bytes, (first + count) * self.slot_bytes)

@@ -57,7 +57,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     lifetime_bytes: int
     """NVMe: what was written in the life of the folder, this start included. Else 0."""
     drive_writes_per_day: float
-    """NVMe: average of the capacities written a day, the first day as a whole one. Else 0."""
+    """NVMe: capacities written a day since the start, an unfinished first day as whole. Else 0."""
     open_breakers: int
     """Nodes of a networked tier that are not asked now because they failed."""
     breaker_trips: int
@@ -129,7 +129,7 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Chunks tried with each setting. ``policy_hits`` counts how many each would have hit."""
     policy_hits: dict[str, int]
     policy_saved: dict[str, int]
-    """Compute that those hits would have saved, in chunks at a prompt's beginning."""
+    """Compute that those hits would save, in chunks at a prompt's beginning. The best rules."""
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]
