@@ -194,7 +194,6 @@ def plan(store: ObjectStore | None, draft: Draft) -> None:
 __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
 SECTION = ObjectSection
-_REQUESTS = 8
 _TRIAL_BYTES = 32 << 20
 
 

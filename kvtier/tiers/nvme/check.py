@@ -59,7 +59,7 @@ class Report(msgspec.Struct):
     @property
     def bad(self) -> bool:
         """Whether a tier would still find damage by itself."""
-        return bool(self.problems or self.corrupt + self.damaged) and not self.repaired
+        return bool(self.problems or (self.corrupt + self.damaged and not self.repaired))
 
 
 def tier_folders(place: Path) -> list[Path]:

@@ -282,8 +282,9 @@ class RedisTier(AwayTier):
             with closing(self._servers.wires(within_s)) as wires:
                 for wire in wires:
                     whole &= action(wire)
-        except FAULTS as error:
-            self._failed(self._health.of(b"").away, "failed_finds", error)
+        except FAULTS as error:  # of a cluster it is unknown which node; its own calls tell
+            breaker = Breaker(self._clock) if self._servers.kind == "cluster" else None
+            self._failed(breaker or self._health.of(b"").away, "failed_finds", error)
             return False
         return whole
 
