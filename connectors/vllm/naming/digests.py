@@ -103,6 +103,11 @@ class FileDigests:
     def __init__(self, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._folder = _cache_folder() if folder is None else folder
         self._clock = clock
+        self._begin_anew()
+        os.register_at_fork(after_in_child=self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """A forked process has no thread that would end what its parent began."""
         self._lock = threading.Lock()
         self._begun: dict[tuple[tuple[str, ...], str], Future[str]] = {}
         self._lane: Lane | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import threading
 from pathlib import Path
@@ -71,6 +72,21 @@ def test_a_second_start_reads_nothing(model: Path, kept: Path) -> None:
     first, second = Counted(kept), Counted(kept)
     assert digest(first, model) == digest(second, model)
     assert (first.read, second.read) == (2, 0)
+
+
+def test_a_forked_process_reads_with_threads_of_its_own(model: Path, kept: Path) -> None:
+    """As vLLM's, whose parent may have begun."""
+    made = Counted(kept)
+    whole = digest(made, model)
+
+    def child() -> None:
+        (model / "more.safetensors").write_bytes(b"more")
+        os._exit(digest(made, model) == whole)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_a_file_that_has_just_changed_is_not_kept(model: Path, kept: Path) -> None:
