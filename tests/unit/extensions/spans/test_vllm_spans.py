@@ -306,7 +306,7 @@ def test_an_engine_whose_runner_moves_nothing_says_so_by_name_and_answers_exactl
     core: Core, caplog: pytest.LogCaptureFixture
 ) -> None:
     why = "spans have not run with vLLM's Model Runner V2, the default on GPUs"
-    core.connector._config = replace(core.connector._config, spans=True)
+    core.connector._config = core.connector._config.with_keys(spans=True)
     core.connector.set_xfer_handshake_metadata_pp_aware(
         {(0, 0): replace(core.rank, why_no_spans=why)}
     )
