@@ -215,7 +215,7 @@ def test_the_configured_size_is_closed_for_no_other(bench: Bench) -> None:
 
 def test_a_size_that_rests_is_closed_only_where_that_makes_room(bench, caplog) -> None:
     bench.get(4096, users=1)
-    bench.get(32 * 4096)
+    rests = bench.get(32 * 4096)
     bench.clock.now += IDLE_S
     with pytest.raises(TierError, match="cannot hold a chunk of"):
         bench.get(BUDGET)
@@ -224,6 +224,7 @@ def test_a_size_that_rests_is_closed_only_where_that_makes_room(bench, caplog) -
     assert bench.discarded == [32 * 4096]
     (said,) = [one for one in caplog.records if one.levelname == "WARNING"]
     assert "all of them are dropped, from disks too" in said.message
+    assert not bench.size_classes.enter(rests), "who was about to come asks again"
 
 
 def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) -> None:

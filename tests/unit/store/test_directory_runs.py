@@ -164,6 +164,7 @@ def test_an_owner_of_whose_run_nothing_is_left_has_no_order_of_its_own():
     for entry in made:
         directory.fill_failed(entry)
     directory.filled(made)
+    directory.order.add([], 7)
     assert directory.order.owners() == set()
     directory.check(idle=True)
 
