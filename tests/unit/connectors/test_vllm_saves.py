@@ -33,7 +33,7 @@ LAYOUT = ChunkLayout(fingerprint({"model": "states"}), CHUNK, BLOCK, (SLOT,))
 FULL, STATE = groups.Group(0, groups.Kind.FULL, BLOCK), groups.Group(1, groups.Kind.STATE, BLOCK)
 GEOMETRY = groups.Geometry((FULL, STATE), CHUNK)
 TOKENS = [*range(100, 100 + 3 * CHUNK + 5)]
-ATTENTION, STATES = [*range(1, 8)], [*range(21, 28)]
+ATTENTION, STATES = [*range(1, 9)], [*range(21, 29)]
 
 
 class Told:
@@ -49,12 +49,12 @@ class Told:
 class Two:
     """The scheduler's half of an engine with two ranks."""
 
-    def __init__(self, geometry: Any = GEOMETRY) -> None:
+    def __init__(self, geometry: Any = GEOMETRY, **duty: Any) -> None:
         clock = Clock(100.0)
         self.store = Store(Pool(16, SLOT), clock=clock)
         policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
         part = ((0, True), (0, True))
-        self.half = scheduler_half(self.store, LAYOUT, geometry, (part, part), policy)
+        self.half = scheduler_half(self.store, LAYOUT, geometry, (part, part), policy, **duty)
         self.request = vllm_request(TOKENS)
         assert self.half.matched(self.request, 0) == (0, False)
 
@@ -97,6 +97,17 @@ def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing() -
     engine.half.report(metadata.StepReport(failed=Counter({job.number: 2})))
     (again,) = engine.step(CHUNK + 2, 1, []).saves
     assert blocks([again], 0) == blocks([job], 0) == ATTENTION[:2]
+
+
+@pytest.mark.parametrize(("save_decode", "kept"), [(True, ATTENTION[6:8]), (False, [])])
+def test_a_chunk_that_an_answer_finishes_is_kept_if_answers_are(save_decode, kept) -> None:
+    """Of a model with states every step is looked at."""
+    engine = Two(save_decode=save_decode)
+    engine.step(0, len(TOKENS), [])
+    engine.request.num_tokens = 4 * CHUNK
+    engine.request.all_token_ids = [*range(100, 100 + 4 * CHUNK)]
+    saves = engine.step(len(TOKENS), 4 * CHUNK - len(TOKENS), []).saves
+    assert blocks(saves, 0) == kept
 
 
 def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeypatch) -> None:
