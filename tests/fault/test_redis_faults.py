@@ -15,6 +15,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED
+from kvtier.tiers.breaker import FAULTS_TO_OPEN
 from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
@@ -124,6 +125,19 @@ def test_a_server_that_was_killed_and_came_back_empty_is_used_again(mortal: Redi
     assert holds(tier, KEYS[0]) is False
     assert write(tier, 0)
     assert holds(tier, KEYS[0])
+
+
+@pytest.mark.slow
+def test_a_search_that_meets_a_dead_node_leaves_no_other_alone() -> None:
+    with redis_cluster() as servers:
+        tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}")
+        healthy = tier._servers.node_of(b"")
+        for server in servers:
+            if not healthy.endswith(f":{server.port}"):
+                server.kill()
+        for _ in range(FAULTS_TO_OPEN):
+            assert not tier.held_of(None)[1]
+        assert healthy not in tier.nodes_away
 
 
 @pytest.mark.slow

@@ -36,12 +36,14 @@ class DueSteps:
     def wait(self, request_id: str, tokens: int | None) -> None:
         """``tokens`` are missing until the request is due, which is in the next step at the
         earliest. None: it finishes nothing more, unless it begins anew."""
-        if tokens is None and not self._always:
-            return self.forget(request_id)
-        steps = 1 if self._always or tokens is None else max(1, -(-tokens // self._most))
+        if self._always:
+            tokens = 0
+        if tokens is None:
+            self.forget(request_id)
+            return
+        steps = max(1, -(-tokens // self._most))
         self._due[request_id] = self._step + steps
         self._by_step.setdefault(self._step + steps, []).append(request_id)
-        return None
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

@@ -43,6 +43,8 @@ class ObjectTier(WholeObjectTier[Bucket]):
 
     name = "object"
     keeps_owners = asks_for_owners = True
+    is_apart = False
+    """A list has shown chunks of another size, see :attr:`Tier.is_apart`."""
     _share = "object_bytes"
 
     def recovered(self) -> Sequence[ChunkKey]:
@@ -128,7 +130,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
             for name, size, stamp in found:
                 key = self._form.key(name)
                 if key is not None:
-                    self._apart |= size != self.chunk_room
+                    self.is_apart |= size != self.chunk_room
                     if HEADER_BYTES < size <= self.chunk_room:
                         stamps[key] = stamp
         return stamps, False

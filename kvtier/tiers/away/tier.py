@@ -94,11 +94,7 @@ class AwayTier(Tier):
         self._place, self._clock = place, clock
         self._events = EventCounts((*AWAY_EVENTS, *events), _LOG, place)
         self._owed = OwedDeletions(self._unlink)
-        self._closed = self._apart = False
-
-    @property
-    def is_apart(self) -> bool:
-        return self._apart
+        self._closed = False
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -160,11 +156,11 @@ class AwayTier(Tier):
         if settle:
             self._owed.make_good()
 
-    def _failed(self, breaker: Breaker, count: str, told: object) -> None:
+    def _failed(self, breaker: Breaker | None, count: str, told: object) -> None:
         """A call failed. ``told``: words without secrets."""
         self._events.add(count)
         self._events.log_first(count, told)
-        if breaker.fault():
+        if breaker is not None and breaker.fault():
             self._events.add("breaker_trips")
             _LOG.warning(
                 "%s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",

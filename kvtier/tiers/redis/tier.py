@@ -283,8 +283,8 @@ class RedisTier(AwayTier):
                 for wire in wires:
                     whole &= action(wire)
         except FAULTS as error:  # of a cluster it is unknown which node; its own calls tell
-            breaker = Breaker(self._clock) if self._servers.kind == "cluster" else None
-            self._failed(breaker or self._health.of(b"").away, "failed_finds", error)
+            breaker = None if self._servers.kind == "cluster" else self._health.of(b"").away
+            self._failed(breaker, "failed_finds", error)
             return False
         return whole
 
