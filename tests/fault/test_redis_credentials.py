@@ -15,13 +15,18 @@ import pytest
 from redis import Redis
 from redis.credentials import UsernamePasswordCredentialProvider
 
+from kvtier.assemble import assemble_store
+from kvtier.config.load import load
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, TierError
+from kvtier.started import Started
 from kvtier.tiers.redis.connections import provided_logins
 from kvtier.tiers.redis.parts import RedisSection, away
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
-from tests.child_process import DEADLINE_S
+from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
+from tests.conftest import ROOT
 from tests.redis_server import FORM, RedisServer, impatient
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
@@ -94,6 +99,27 @@ def test_a_token_that_expires_costs_nothing(
         tokens.expire()
         assert holds(tier, KEYS[index]) and tokens.asked == asked + 1
     assert not tier.open_breakers and "s3cr3t" not in caplog.text
+
+
+def test_a_store_logs_in_by_the_keys_of_the_page(
+    server: RedisServer, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "deploy/CONFIGURATION.md").read_text(encoding="utf-8")
+    assert "| `redis.credential_provider` | `KVTIER_REDIS_CREDENTIAL_PROVIDER` | none |" in page
+    layout = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,))
+    monkeypatch.setenv("KVTIER_RAM_BYTES", f"{4 * layout.slot_bytes}B")
+    monkeypatch.setenv("KVTIER_REDIS_URL", server.url)
+    monkeypatch.setenv("KVTIER_REDIS_BYTES", "16MiB")
+    monkeypatch.setenv("KVTIER_REDIS_CREDENTIAL_PROVIDER", PLACE)
+    keys = layout.keys([7, 8])
+    for token, key in zip(("first", "next"), keys, strict=True):
+        store = assemble_store(Started(load()), layout)
+        assert tokens.asked, token
+        with store.save([key]) as lease:
+            lease.commit()
+        wait_for(lambda store=store: store.stats()["redis_stored"] == 1, f"{token} token")
+        assert store.close()
+        tokens.expire()
 
 
 def test_a_stale_token_in_the_providers_hands_is_asked_for_again(
