@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvtier.config.load import load
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.started import Started
+from kvtier.store.store import Store
 from kvtier.tiers.redis.connections import provided_logins
 from kvtier.tiers.redis.parts import RedisSection, away
 from kvtier.tiers.redis.servers import RedisServers
@@ -117,9 +119,13 @@ def test_a_store_logs_in_by_the_keys_of_the_page(
         assert tokens.asked, token
         with store.save([key]) as lease:
             lease.commit()
-        wait_for(lambda store=store: store.stats()["redis_stored"] == 1, f"{token} token")
+        wait_for(partial(_has_stored_one, store), f"{token} token")
         assert store.close()
         tokens.expire()
+
+
+def _has_stored_one(store: Store) -> bool:
+    return store.stats()["redis_stored"] == 1
 
 
 def test_a_stale_token_in_the_providers_hands_is_asked_for_again(
