@@ -1,12 +1,9 @@
 """The fork servers that the tests on real engines share."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +17,12 @@ Forks = Callable[[Mode], ForkServer]
 
 
 @pytest.fixture
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_set(monkeypatch):
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
         monkeypatch.delenv(name)
 
 
-def in_modes(*modes: Mode, extended: tuple[Mode, ...] = ()) -> pytest.MarkDecorator:
+def in_modes(*modes, extended=()):
     """Run a test in each of these, and in ``extended`` where ``make test-engines`` runs."""
     more = [pytest.param(mode, marks=pytest.mark.extended) for mode in extended]
     return pytest.mark.parametrize(
@@ -51,7 +48,7 @@ V1_FIRST = in_modes(V1, extended=(V2_ASYNC, V1_ASYNC, V2))
 
 
 @pytest.fixture(scope="session")
-def mode(request: pytest.FixtureRequest) -> Mode:
+def mode(request):
     """How the engines of a test run. What the tests' vLLM is too old for is skipped: it runs in its
     own way, where V1 is asked for or nothing."""
     asked: Mode | None = getattr(request, "param", None)
@@ -63,14 +60,14 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
+def forks():
     """``forks(mode)``: the fork server of the vLLM in .venv in a mode, or of the older one, started
     when first asked for. ``TEST_ENGINE_VLLM`` names the folder of another vLLM to take in the place
     of .venv's."""
     with ExitStack() as running:
 
         @cache
-        def started(mode: Mode) -> ForkServer:
+        def started(mode):
             vllm = _given()
             if mode is OLDER and _knows_modes():
                 found = sorted((ROOT / ".venv-old").glob("vllm-*"))
@@ -82,12 +79,12 @@ def forks() -> Iterator[Forks]:
         yield started
 
 
-def _given() -> Path | None:
+def _given():
     given = os.environ.get("TEST_ENGINE_VLLM")
     return ROOT / given if given else None
 
 
-def _knows_modes() -> bool:
+def _knows_modes():
     given = _given()
     version = given.name.removeprefix("vllm-") if given else engine_vllm()
     return tuple(map(int, version.split(".")[:2])) >= (0, 32)

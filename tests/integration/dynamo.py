@@ -1,12 +1,8 @@
 """NVIDIA Dynamo's standalone indexer of KV events, as a process, and what it says."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +14,14 @@ MODEL = "tiny"
 
 
 class Indexer:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url = url
 
-    def register(self, worker: int, endpoint: str, block_size: int) -> None:
+    def register(self, worker, endpoint, block_size):
         told = {"instance_id": worker, "endpoint": endpoint, "block_size": block_size}
         self._post("/register", told)
 
-    def scores(self, tokens: list[int]) -> dict[int, dict[str, int]]:
+    def scores(self, tokens):
         """For each worker how many leading tokens it has, by the slowest medium that is counted:
         ``gpu``, ``cpu`` (with what the GPU has), ``disk`` (with all of them)."""
         try:
@@ -34,7 +30,7 @@ class Indexer:
             return {}
         return {int(worker): scores for worker, scores in found["instances"].items()}
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def _post(self, path, body):
         data = json.dumps(body | {"model_name": MODEL}).encode()
         request = urllib.request.Request(  # noqa: S310
             self.url + path, data, {"Content-Type": "application/json"}
@@ -47,7 +43,7 @@ class Indexer:
 class DynamoIndexer(ChildProcess):
     """Use as a context manager. Skips the test where Dynamo is not installed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         places = sorted(ROOT.glob(".venv-peers/dynamo-*/bin/python"))
         if not places:
             pytest.skip("NVIDIA Dynamo is not installed (make peers)")
@@ -56,10 +52,10 @@ class DynamoIndexer(ChildProcess):
         self.indexer = Indexer(f"http://127.0.0.1:{port}")
         super().__init__(folder / "indexer.log", {"PATH": "/usr/bin:/bin"})
 
-    def command(self) -> list[str]:
+    def command(self):
         return self._command
 
-    def answers(self) -> bool:
+    def answers(self):
         try:
             urllib.request.urlopen(f"{self.indexer.url}/health", timeout=5).close()  # noqa: S310
         except OSError:

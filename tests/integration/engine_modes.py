@@ -3,10 +3,7 @@ while one runs. GPUs run V2 with async scheduling by default, and so do the test
 CPU platform alone would give V1 without (:mod:`tests.cpu_as_gpu`).
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ class Mode:
     runner: str | None = None
     asynchronous: bool = False
 
-    def environment(self, vllm: Path | None = None) -> dict[str, str]:
+    def environment(self, vllm=None):
         """For every process of an engine, before its Python starts. ``vllm``: the folder of another
         than Python's own, which has a cache of its own there: what one vLLM has learned about a
         model is stale to another, which learns it anew in a process that imports all of vLLM."""
@@ -39,7 +36,7 @@ class Mode:
             switches["CPU_AS_GPU_ASYNC"] = "1"
         return switches
 
-    def check(self, told: Path) -> None:
+    def check(self, told):
         """Every scheduler and every worker that told what it is (``CPU_AS_GPU_TOLD``) was of this
         mode."""
         if self.runner is None:
@@ -53,7 +50,7 @@ class Mode:
             kind = "AsyncScheduler" if self.asynchronous else "Scheduler"
             assert (one["scheduler"], one["depth"]) == (kind, self.depth(one["stages"]))
 
-    def depth(self, stages: int = 1) -> int:
+    def depth(self, stages=1):
         """Batches in flight at the same time, in an engine of so many pipeline stages."""
         return stages + int(self.asynchronous)
 
@@ -66,6 +63,6 @@ OLDER = Mode("older vLLM")
 """Runs as its platform wants."""
 
 
-def kept(environment: Mapping[str, str]) -> dict[str, str]:
+def kept(environment):
     names = {"PYTHONPATH", CACHE, *V2_ASYNC.environment()}
     return {name: environment[name] for name in names if name in environment}

@@ -5,8 +5,6 @@ A subscriber builds a picture of what every medium holds, as a router does. The 
 beside what the store itself holds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -25,7 +23,7 @@ _SECONDS = 120.0
 
 
 class Picture:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint):
         import zmq
         from msgspec.msgpack import Decoder
         from vllm.distributed.kv_events import KVEventBatch
@@ -38,7 +36,7 @@ class Picture:
         self.tokens: dict[tuple[str, bytes], tuple[Any, ...]] = {}
         self.stored_twice = self.removed_unknown = 0
 
-    def hear(self, until: Callable[[], bool], step: Callable[[], None]) -> bool:
+    def hear(self, until, step):
         """Take what comes until it is as it should be."""
         end = time.monotonic() + _SECONDS
         while not until():
@@ -51,7 +49,7 @@ class Picture:
                 return False
         return True
 
-    def _apply(self, event: Any) -> None:
+    def _apply(self, event):
         kind = type(event).__name__
         if kind == "AllBlocksCleared":
             self.held.pop(("GPU", None), None)
@@ -74,7 +72,7 @@ class Picture:
 class Followed:
     """An engine in one process, with its store and a subscriber."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model):
         own = f"ipc://{Path(os.environ['TEST_FOLDER']) / f'events{os.getpid()}'}"
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": own}
         self.engine = Engine(model, kv_events_config=events)
@@ -85,18 +83,18 @@ class Followed:
         self.picture = Picture(own)
         seed = iter(range(900, 1000))
 
-        def step() -> None:
+        def step():
             """A request more, until the subscriber is known to the publisher."""
             self.engine.ask([document(next(seed), BLOCK - 2)], max_tokens=4)
 
         assert self.picture.hear(lambda: bool(self.picture.held), step), "no event has come"
 
-    def chunks(self, seed: int, tokens: int = 16 * BLOCK + 1) -> list[bytes]:
+    def chunks(self, seed, tokens=16 * BLOCK + 1):
         """The store's keys of a prompt: taken from the prompt while it is asked."""
         seen: list[list[bytes]] = []
         keys = self.half._keys
 
-        def noted(prompt: Any, tokens: int) -> Any:
+        def noted(prompt, tokens):
             found = keys(prompt, tokens)
             seen.append(list(found))
             return found
@@ -106,7 +104,7 @@ class Followed:
         self.half._keys = keys
         return max(seen, key=len)
 
-    def truth(self, keys: list[bytes]) -> dict[str, int]:
+    def truth(self, keys):
         """Blocks of these chunks by place, as the store says, one by one."""
         names = self.watched.place_names
         found = dict.fromkeys(names, 0)
@@ -115,19 +113,19 @@ class Followed:
                 found[names[place]] += CHUNK // BLOCK
         return found
 
-    def seen(self) -> dict[str, int]:
+    def seen(self):
         """Blocks by place, as the subscriber sees them."""
         places = {("CPU", None): "ram", ("STORAGE", None): "nvme"}
         return {name: len(self.picture.held.get(place, ())) for place, name in places.items()}
 
-    def settle(self, keys: list[bytes]) -> dict[str, Any]:
+    def settle(self, keys):
         """Let the engine take idle steps until the subscriber sees what the store holds."""
 
-        def step() -> None:
+        def step():
             if self.core.scheduler.has_requests():
                 self.core.step()
 
-        def is_at_rest() -> bool:
+        def is_at_rest():
             try:
                 self.store.check(idle=True)
             except StateError:
@@ -140,7 +138,7 @@ class Followed:
         return {"agree": agree, "seen": self.seen(), "truth": self.truth(keys)}
 
 
-def followed(model: str) -> Any:
+def followed(model):
     """More prompts than RAM holds, a clear, and what a prompt that only NVMe has makes known."""
     one = Followed(model)
     keys: list[bytes] = []
@@ -163,7 +161,7 @@ def followed(model: str) -> Any:
     return told
 
 
-def restarted(model: str) -> Any:
+def restarted(model):
     """The first prompt after a start over a disk that has it, and then a clear."""
     one = Followed(model)
     told: dict[str, Any] = {"before": one.seen()}
@@ -180,7 +178,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def main() -> None:
+def main():
     name, out, model = sys.argv[1:4]
     Path(out).write_text(json.dumps(SCENARIOS[name](model)))
 

@@ -9,8 +9,6 @@ has ended, with its exit status.
 :class:`ForkServer` is the other end of the pipes.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -18,11 +16,10 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.integration.engine_modes import Mode, kept
+from tests.integration.engine_modes import kept
 
 ROOT = Path(__file__).parents[2]
 IMPORTED_ONCE = (
@@ -41,7 +38,7 @@ class ForkServer:
     """Use as a context manager. ``mode``: of all its engines. ``vllm``: the folder of another vLLM
     than Python's own."""
 
-    def __init__(self, python: str, mode: Mode, vllm: Path | None = None) -> None:
+    def __init__(self, python, mode, vllm=None):
         self.mode = mode
         environment = os.environ | _ONE_THREAD | mode.environment(vllm)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -49,20 +46,13 @@ class ForkServer:
             [python, "-m", __name__], cwd=ROOT, env=environment, bufsize=0, **pipes
         )
 
-    def __enter__(self) -> ForkServer:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._process.communicate()
 
-    def run(
-        self,
-        module: str,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        limit_s: float,
-    ) -> int:
+    def run(self, module, words, environment, log, limit_s):
         """The exit status of ``module``'s ``main()``, which is killed with all its processes after
         ``limit_s``."""
         asked = {
@@ -84,14 +74,14 @@ class ForkServer:
         return status
 
 
-def _kill(pid: int) -> None:
+def _kill(pid):
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         os.kill(pid, signal.SIGKILL)
 
 
-def serve(answers: int) -> dict[str, Any] | None:
+def serve(answers):
     """Fork a process for every line. Return in each what it shall run. None in the server itself,
     at the end."""
     for name in IMPORTED_ONCE:
@@ -112,7 +102,7 @@ def serve(answers: int) -> dict[str, Any] | None:
     return None
 
 
-def become(asked: Mapping[str, Any]) -> None:
+def become(asked):
     """In the forked process: lead a group of its own, with the environment, the words and the log
     asked for."""
     os.setsid()
@@ -128,7 +118,7 @@ def become(asked: Mapping[str, Any]) -> None:
     sys.argv[1:] = asked["words"]
 
 
-def main() -> None:
+def main():
     answers = os.dup(1)
     os.dup2(2, 1)  # where what vLLM's import prints does no harm
     task = serve(answers)

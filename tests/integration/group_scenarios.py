@@ -1,7 +1,5 @@
 """Models with several KV cache groups on a real vLLM: see :mod:`tests.integration.scenarios`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,7 +21,7 @@ _BF16 = ("gptoss", "qwen3next")
 _STATES = ("qwen3next", "mamba")
 
 
-def made(model: str, **arguments: Any) -> Engine:
+def made(model, **arguments):
     """An engine for a preset of :mod:`kvtier.bench.model`, as small as it runs on a CPU."""
     name = Path(model).name
     settings: dict[str, Any] = {"disable_log_stats": False, "blocks": 120}
@@ -40,7 +38,7 @@ def made(model: str, **arguments: Any) -> Engine:
     return Engine(model, **(settings | arguments))
 
 
-def facts(engine: Engine) -> dict[str, Any]:
+def facts(engine):
     core: Any = engine.llm.llm_engine.engine_core
     scheduler = core.engine_core.scheduler
     config = scheduler.vllm_config
@@ -55,7 +53,7 @@ def facts(engine: Engine) -> dict[str, Any]:
     }
 
 
-def life(model: str, **arguments: Any) -> Any:
+def life(model, **arguments):
     """Documents, then documents again, one with more behind it, and one that leaves it in the
     middle. With kvtier vLLM forgets its own cache before each asking, so that a hit can only be
     kvtier's."""
@@ -66,7 +64,7 @@ def life(model: str, **arguments: Any) -> Any:
     told["facts"]["document"] = size
     documents = [document(seed, size) for seed in range(3)]
 
-    def ask(prompt: list[int], **more: Any) -> Any:
+    def ask(prompt, **more):
         if ours:
             engine.forget()
         return engine.ask([prompt], **more)[0]
@@ -82,11 +80,11 @@ def life(model: str, **arguments: Any) -> Any:
     return told
 
 
-def drafted(engine: Engine) -> list[int]:
+def drafted(engine):
     return [engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")]
 
 
-def asked_again(model: str, **arguments: Any) -> Any:
+def asked_again(model, **arguments):
     """A prompt of 900 tokens, the same again, and one that leaves it eight tokens before its
     end."""
     engine, prompt = made(model, **arguments), document(*AGAIN)
@@ -100,7 +98,7 @@ def asked_again(model: str, **arguments: Any) -> Any:
     return told
 
 
-def asked_again_in_units(model: str) -> Any:
+def asked_again_in_units(model):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -109,17 +107,17 @@ def asked_again_in_units(model: str) -> Any:
     return asked_again(model, prefix_match_unit=given.prefix_match_unit)
 
 
-def drafts(model: str) -> Any:
+def drafts(model):
     """A life of a model that drafts its own tokens."""
     return life(model, speculative_config=MTP)
 
 
-def asked_again_drafting(model: str) -> Any:
+def asked_again_drafting(model):
     """A model that drafts its own tokens is asked again."""
     return asked_again(model, speculative_config=MTP, max_model_len=1100)
 
 
-def tensor_parallel(model: str) -> Any:
+def tensor_parallel(model):
     return life(model, tensor_parallel_size=2)
 
 
@@ -136,7 +134,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def main() -> None:
+def main():
     name, out, model = sys.argv[1:4]
     Path(out).write_text(json.dumps(SCENARIOS[name](model)))
 

@@ -6,16 +6,12 @@ what it tells to ``OUT``. Node 1 does what ``vllm serve --headless`` does there,
 input ends. Before it ends a node has its server write what is not on disk yet.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -26,7 +22,7 @@ from tests.integration.scenarios import BLOCK, PATCHES, PLENTY, document
 from tests.integration.transfer import transfer
 
 
-def arguments(ranks: str, node: int, master: str) -> dict[str, Any]:
+def arguments(ranks, node, master):
     """What both nodes are told. ``ranks``: ``tensor`` or ``pipeline``. ``master``: where they
     meet."""
     host, port = master.split(":")
@@ -41,7 +37,7 @@ def arguments(ranks: str, node: int, master: str) -> dict[str, Any]:
     }
 
 
-def lead(model: str, given: dict[str, Any]) -> dict[str, Any]:
+def lead(model, given):
     """The engine: one prompt, then four at the same time."""
     engine = Watched(model, **given)
     parallel = engine.llm.llm_engine.vllm_config.parallel_config
@@ -54,11 +50,11 @@ def lead(model: str, given: dict[str, Any]) -> dict[str, Any]:
     return told | {"most in flight": engine.most_in_flight}
 
 
-def documents(seed: int, prompts: int) -> list[list[int]]:
+def documents(seed, prompts):
     return [document(seed + number, PROMPT) for number in range(prompts)]
 
 
-def follow(model: str, given: dict[str, Any]) -> None:
+def follow(model, given):
     import vllm
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -79,7 +75,7 @@ def follow(model: str, given: dict[str, Any]) -> None:
 
 
 @contextmanager
-def server(node: int) -> Iterator[None]:
+def server(node):
     words = ["--nnodes", "2", "--node-rank", str(node)]
     sys.stderr.write(f"{ranks.start_here(ranks.listens_at(words, load().server), os.environ)}\n")
     try:
@@ -91,7 +87,7 @@ def server(node: int) -> Iterator[None]:
                 child.wait()
 
 
-def main() -> None:
+def main():
     ranks, model, node, master, out = sys.argv[1:6]
     if ranks == "pipeline":
         os.environ["TEST_PATCH"] = "pipeline_buffers"

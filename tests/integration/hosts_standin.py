@@ -6,8 +6,6 @@ of them came from. The other one joins its host's server as a worker does. Both 
 standard input does. ``STANDIN_FOLDER``: where the first one's message to the other lies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -32,7 +30,7 @@ LAYOUTS = [
 KEYS = run(1, 4, LAYOUTS[0])
 
 
-def lead(ticket: Path) -> None:
+def lead(ticket):
     """The first host: the scheduler, and a worker."""
     with closing(assemble_hosts(Started(load()), LAYOUTS, [set(), set()])) as hosts:
         wait_for(lambda: hosts.pool is not None, "both servers are there")
@@ -55,7 +53,7 @@ def lead(ticket: Path) -> None:
     sys.stdin.read()
 
 
-def follow(ticket: Path) -> None:
+def follow(ticket):
     wait_for(ticket.exists, "the first host has told")
     welcomed = join(
         Address.parse(load().server.addresses[0]), None, ticket.read_bytes(), DEADLINE_S
@@ -65,7 +63,7 @@ def follow(ticket: Path) -> None:
     sys.stdin.read()
 
 
-def main() -> None:
+def main():
     ticket = Path(os.environ["STANDIN_FOLDER"]) / "ticket"
     words = sys.argv[1:]
     assert words[0] == "serve" and "--kv-transfer-config" in words

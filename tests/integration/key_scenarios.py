@@ -3,8 +3,6 @@ tests.integration.key_scenarios NAME OUT MODEL``, as :mod:`tests.integration.sce
 engine they use.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -20,11 +18,11 @@ SCHEME = "object-store://"
 """Of weights that no local file holds, as the test's streamer names them."""
 
 
-def short(model: str) -> Any:
+def short(model):
     return rounds(Engine(model))
 
 
-def streamed(model: str) -> Any:
+def streamed(model):
     """The model's folder has a configuration only. Its weights come from elsewhere
     (``TEST_WEIGHTS``)."""
     weights = SCHEME + os.environ["TEST_WEIGHTS"]
@@ -35,7 +33,7 @@ def streamed(model: str) -> Any:
     )
 
 
-def prefix_caching(model: str) -> Any:
+def prefix_caching(model):
     """An engine's answers, and whether it has the prefix cache that was asked for."""
     engine = Engine(model, enable_prefix_caching=True)
     config = engine.llm.llm_engine.vllm_config.cache_config
@@ -45,14 +43,14 @@ def prefix_caching(model: str) -> Any:
     }
 
 
-def prefix_lm(model: str) -> Any:
+def prefix_lm(model):
     engine = Engine(model)
     prompts = [document(0), document(0)[:-CHUNK] + document(1)[-CHUNK:]]
     apart: dict[str, Any] = {"extra_args": {"kv_transfer_params": {"kvtier.cache": False}}}
     return [[engine.ask([one], **more)[0] for one in prompts] for more in (apart, {})]
 
 
-def mean_pooling(model: str) -> Any:
+def mean_pooling(model):
     """Embeddings of one prompt, again and again. A hit lacks what the mean is made of."""
     from vllm.config import PoolerConfig
 
@@ -62,7 +60,7 @@ def mean_pooling(model: str) -> Any:
     return [engine.llm.embed(prompts, use_tqdm=False)[0].outputs.embedding for _ in range(3)]
 
 
-def written(model: str) -> Any:
+def written(model):
     """The running engine's embeddings are written over in place, past everything that vLLM or torch
     counts."""
     engine = Engine(model, worker_extension_cls="tests.integration.key_scenarios.Writer")
@@ -77,23 +75,23 @@ class Writer:
 
     model_runner: Any
 
-    def write_embeddings(self) -> None:
+    def write_embeddings(self):
         for name, parameter in self.model_runner.model.named_parameters():
             if "embed_tokens" in name:
                 parameter.data.copy_(parameter.data.roll(1, dims=0))
 
 
-def register_streamer() -> None:
+def register_streamer():
     """A loader that takes weights from where ``model_weights`` says, as vLLM's object-storage
     streamer does."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class Streamer(DefaultModelLoader):
-        def __init__(self, load_config: Any) -> None:
+        def __init__(self, load_config):
             super().__init__(replace(load_config, load_format="safetensors"))
 
-        def load_weights(self, model: Any, model_config: Any) -> None:
+        def load_weights(self, model, model_config):
             there = copy.copy(model_config)
             there.model = model_config.model_weights.removeprefix(SCHEME)
             super().load_weights(model, there)
@@ -110,7 +108,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def main() -> None:
+def main():
     name, out, model = sys.argv[1:4]
     Path(out).write_text(json.dumps(SCENARIOS[name](model)))
 

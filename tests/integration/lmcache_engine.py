@@ -9,15 +9,12 @@ found and retrieved, and whether every byte of those is what was stored. ``count
 connector's own. ``give_up NAME SEED TOKENS`` see there. It ends with its input.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import sys
 import threading
 import time
-from typing import Any
 
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
@@ -34,34 +31,32 @@ class TensorCopies(GPUConnectorInterface):  # type: ignore[misc]  # derives from
     """``kv``: (2, layers, tokens, hidden), token by token in order: the paging is not what is
     tested."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kv = torch.zeros(self.get_shape(LONGEST), dtype=torch.bfloat16)
 
-    def to_gpu(self, memory_obj: Any, start: int, end: int, **_: Any) -> None:
+    def to_gpu(self, memory_obj, start, end, **_):
         self.kv[:, :, start:end] = memory_obj.tensor
 
-    def from_gpu(self, memory_obj: Any, start: int, end: int, **_: Any) -> None:
+    def from_gpu(self, memory_obj, start, end, **_):
         memory_obj.tensor.copy_(self.kv[:, :, start:end])
 
-    def batched_to_gpu(
-        self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **more: Any
-    ) -> None:
+    def batched_to_gpu(self, memory_objs=None, starts=None, ends=None, **more):
         for one, start, end in zip(memory_objs, starts, ends, strict=True):
             self.to_gpu(one, start, end, **more)
 
-    def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **more: Any) -> None:
+    def batched_from_gpu(self, memory_objs, starts, ends, **more):
         for one, start, end in zip(memory_objs, starts, ends, strict=True):
             self.from_gpu(one, start, end, **more)
 
-    def get_shape(self, num_tokens: int) -> Any:
+    def get_shape(self, num_tokens):
         return torch.Size([2, LAYERS, num_tokens, HEADS * HEAD_SIZE])
 
-    def initialize_kvcaches_ptr(self, **_: Any) -> None:
+    def initialize_kvcaches_ptr(self, **_):
         """It has them."""
 
 
 class Engine:
-    def __init__(self, name: str, config: str) -> None:
+    def __init__(self, name, config):
         self._name = name
         self._copies = TensorCopies()
         about = LMCacheMetadata(
@@ -81,12 +76,12 @@ class Engine:
         )
         self._cache.post_init()
 
-    def store(self, seed: int, length: int) -> dict[str, Any]:
+    def store(self, seed, length):
         self._copies.kv.copy_(content(seed))
         self._cache.store(torch.tensor(prompt(seed, length)), slot_mapping=torch.arange(length))
         return {}
 
-    def hold(self, seed: int, length: int) -> dict[str, Any]:
+    def hold(self, seed, length):
         until = time.monotonic() + HOLD_S
         while (
             found := self._cache.lookup(prompt(seed, length))
@@ -94,7 +89,7 @@ class Engine:
             time.sleep(0.01)
         return {"found": found}
 
-    def load(self, seed: int, length: int) -> dict[str, Any]:
+    def load(self, seed, length):
         tokens = prompt(seed, length)
         self._copies.kv.zero_()
         found = self._cache.lookup(tokens, lookup_id="one", pin=True)
@@ -106,15 +101,15 @@ class Engine:
         same = torch.equal(self._copies.kv[:, :, :got], content(seed)[:, :, :got])
         return {"found": found, "retrieved": got, "equal": same}
 
-    def close(self) -> dict[str, Any]:
+    def close(self):
         LMCacheEngineBuilder.destroy(self._name)
         return {}
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self):
         remote = self._remote()
         return {"made": remote is not None} | dict(remote.counts if remote else {})
 
-    def give_up(self, seed: int, length: int) -> dict[str, Any]:
+    def give_up(self, seed, length):
         """Cancel a get and a put that the lanes have not begun, as LMCache does after its
         time-out."""
         storage, remote, lane = (
@@ -147,30 +142,30 @@ class Engine:
         memory.ref_count_down()
         return {"before": held, "meanwhile": references, "after": after}
 
-    def get_shape(self, tokens: int) -> Any:
+    def get_shape(self, tokens):
         return self._copies.get_shape(tokens)
 
-    def _remote(self) -> Any:
+    def _remote(self):
         remote = self._cache.storage_manager.storage_backends["RemoteBackend-kvtier"].connection
         return remote and remote.getWrappedConnector()
 
-    def _free_bytes(self) -> int:
+    def _free_bytes(self):
         allocator = self._cache.storage_manager.local_cpu_backend.memory_allocator
         return int(allocator.pin_allocator.address_manager.get_free_size())
 
 
-def prompt(seed: int, length: int) -> list[int]:
+def prompt(seed, length):
     return [seed, *range(1, length)]
 
 
-def content(seed: int) -> Any:
+def content(seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn([2, LAYERS, LONGEST, HEADS * HEAD_SIZE], generator=generator).to(
         torch.bfloat16
     )
 
 
-def main() -> None:
+def main():
     engines: dict[str, Engine] = {}
     for line in sys.stdin:
         verb, name, *more = line.split()
@@ -182,7 +177,7 @@ def main() -> None:
     os._exit(0)  # LMCache's threads do not all end by themselves
 
 
-def say(answer: dict[str, Any]) -> None:
+def say(answer):
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
     sys.stdout.flush()
 

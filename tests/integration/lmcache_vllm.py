@@ -6,8 +6,6 @@ LMCache's file is the one that LMCACHE_CONFIG_FILE names. Its copies are
 to OUT, and ends with its input.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -23,7 +21,7 @@ CONNECTOR = {
 }
 
 
-def main() -> None:
+def main():
     answers = rounds(Engine(sys.argv[2], kv_transfer_config=CONNECTOR), times=1)
     aside = Path(sys.argv[1]).with_suffix(".part")
     aside.write_text(json.dumps(answers))

@@ -44,7 +44,7 @@ Ask = Callable[[int], list[dict[str, Any]]]
 class Watched(Engine):
     """An engine in one process, whose scheduler is looked at: what it planned, step by step."""
 
-    def __init__(self, model: str, blocks: int = PLENTY, **arguments: Any) -> None:
+    def __init__(self, model, blocks=PLENTY, **arguments):
         super().__init__(model, blocks, disable_log_stats=False, **arguments)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.plans: list[Any] = []
@@ -53,18 +53,18 @@ class Watched(Engine):
         scheduler, seen = self.core.scheduler, [0]
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
-        def planned(*arguments: Any, **more: Any) -> Any:
+        def planned(*arguments, **more):
             self.plans.append(schedule(*arguments, **more))
             self.most_in_flight = max(self.most_in_flight, len(self.plans) - seen[0])
             return self.plans[-1]
 
-        def updated(*arguments: Any, **more: Any) -> Any:
+        def updated(*arguments, **more):
             seen[0] += 1
             return update(*arguments, **more)
 
         scheduler.schedule, scheduler.update_from_output = planned, updated
 
-    def loaded(self) -> dict[str, int]:
+    def loaded(self):
         return {
             name: count
             for name, count in counts(self).items()
@@ -72,7 +72,7 @@ class Watched(Engine):
         }
 
 
-def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
+def thrice(engine, ask, seed):
     """``ask`` a prompt cold, from vLLM's own prefix cache, and when only kvtier has it. ``loaded``:
     chunks that kvtier had loaded after each; ``plans``: tokens that each step computed for each
     request, while only kvtier had it, and ``own_plans`` before."""
@@ -94,7 +94,7 @@ def thrice(engine: Watched, ask: Ask, seed: int) -> dict[str, Any]:
 # ---- scenarios: name -> answers ------------------------------------------------------------------
 
 
-def ways(model: str) -> Any:
+def ways(model):
     """Prompts in pieces, several answers to one, beams, structured output and logprobs of the
     prompt."""
     from vllm import SamplingParams
@@ -113,7 +113,7 @@ def ways(model: str) -> Any:
         (output,) = engine.llm.generate([_prompt(seed)], settings, use_tqdm=False)
         return [answer(output, one) for one in output.outputs]
 
-    def beams(seed: int) -> list[dict[str, Any]]:
+    def beams(seed):
         settings = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
         (output,) = engine.llm.beam_search([_prompt(seed)], settings)
         return [
@@ -121,11 +121,11 @@ def ways(model: str) -> Any:
             for one in output.sequences
         ]
 
-    def structured(seed: int) -> list[dict[str, Any]]:
+    def structured(seed):
         only = StructuredOutputsParams(choice=["yes", "no", "perhaps"])
         return engine.ask([_tokens(seed)], structured_outputs=only, ignore_eos=False, max_tokens=12)
 
-    def prompt_logprobs(seed: int) -> list[dict[str, Any]]:
+    def prompt_logprobs(seed):
         return engine.ask([_tokens(seed)]) + engine.ask([_tokens(seed)], prompt_logprobs=0)
 
     asked: dict[str, Ask] = {
@@ -138,33 +138,33 @@ def ways(model: str) -> Any:
     return {name: thrice(engine, ask, number) for number, (name, ask) in enumerate(asked.items())}
 
 
-def no_prefix_caching(model: str) -> Any:
+def no_prefix_caching(model):
     """vLLM keeps nothing: every hit is kvtier's."""
     engine = Watched(model, enable_prefix_caching=False)
     assert not engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
     return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
 
 
-def one_prompt(model: str) -> Any:
+def one_prompt(model):
     engine = Watched(model)
     return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
 
 
-def quantised(model: str) -> Any:
+def quantised(model):
     """KV of eight bits, which vLLM's backend for CPUs has in one form."""
     engine = Watched(model, kv_cache_dtype="fp8_e5m2")
     assert engine.llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8_e5m2"
     return {"answers": thrice(engine, lambda seed: engine.ask([_tokens(seed)]), 0)}
 
 
-def preemption(model: str) -> Any:
+def preemption(model):
     blocks = int(os.environ["TEST_BLOCKS"])
     engine = Watched(model, blocks, max_num_seqs=2, max_model_len=16 * BLOCK)
     resumed: list[int] = []
     scheduler = engine.core.scheduler
     allocated = scheduler.connector.update_state_after_alloc
 
-    def noted(request: Any, blocks: Any, tokens: int) -> None:
+    def noted(request, blocks, tokens):
         if request.num_preemptions:
             resumed.append(tokens)
         allocated(request, blocks, tokens)
@@ -178,7 +178,7 @@ def preemption(model: str) -> Any:
     return told | {"preemptions": engine.metric("num_preemptions"), "resumed": resumed}
 
 
-def ngram(model: str) -> Any:
+def ngram(model):
     return _speculative(
         model,
         {
@@ -191,11 +191,11 @@ def ngram(model: str) -> Any:
     )
 
 
-def eagle(model: str) -> Any:
+def eagle(model):
     return _speculative(model, _eagle(model), EAGLE_PROMPT)
 
 
-def structured_drafts(model: str) -> Any:
+def structured_drafts(model):
     """A letter of the answer is forbidden. A draft model guesses at what comes before it, and at
     what would follow."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -206,7 +206,7 @@ def structured_drafts(model: str) -> Any:
     letter = list(dict.fromkeys(filter(str.isalpha, free["text"])))[-1]
     only = StructuredOutputsParams(regex=f"[^{letter}]*")
 
-    def ask(_: int) -> list[dict[str, Any]]:
+    def ask(_):
         settings: dict[str, Any] = {"ignore_eos": False, "max_tokens": tokens}
         return engine.ask([prompt], structured_outputs=only, **settings)
 
@@ -215,13 +215,13 @@ def structured_drafts(model: str) -> Any:
     return {"answers": told, "tokens": drafted, "free": free["text"], "letter": letter}
 
 
-def _eagle(model: str) -> dict[str, Any]:
+def _eagle(model):
     prompts = [document(seed, EAGLE_PROMPT) for seed in (0, 1)]
     draft = make_draft(Path(os.environ["TEST_FOLDER"]) / "draft", Path(model), prompts, 72)
     return {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
 
 
-def _speculative(model: str, how: dict[str, Any], tokens: int) -> Any:
+def _speculative(model, how, tokens):
     """An answer long enough that a chunk is saved from what was drafted, and a next turn that is
     hit as far as this."""
     engine = Watched(model, speculative_config=how)
@@ -232,32 +232,32 @@ def _speculative(model: str, how: dict[str, Any], tokens: int) -> Any:
     return told | {"tokens": _drafted(engine)}
 
 
-def _drafted(engine: Watched) -> dict[str, int]:
+def _drafted(engine):
     return {name: engine.metric(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")}
 
 
-def tensor_parallel(model: str) -> Any:
+def tensor_parallel(model):
     engine = Watched(model, tensor_parallel_size=2)
     assert engine.llm.llm_engine.vllm_config.parallel_config.world_size == 2
     return _one_and_several(engine)
 
 
-def pipeline_parallel(model: str) -> Any:
+def pipeline_parallel(model):
     os.environ["TEST_PATCH"] = pipeline_buffers.__name__
     engine = Watched(model, pipeline_parallel_size=2)
     assert engine.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size == 2
     return _one_and_several(engine)
 
 
-def latent(model: str) -> Any:
+def latent(model):
     return _latent(model)
 
 
-def latent_tensor_parallel(model: str) -> Any:
+def latent_tensor_parallel(model):
     return _latent(model, tensor_parallel_size=2)
 
 
-def _latent(model: str, **arguments: Any) -> Any:
+def _latent(model, **arguments):
     """Multi-head latent attention, for which vLLM's platform may not turn prefix caching off here.
     What of a prompt is left after a hit is computed as vLLM computes it after its own."""
     allow_prefixes()
@@ -274,7 +274,7 @@ def _latent(model: str, **arguments: Any) -> Any:
     }
 
 
-def _one_and_several(engine: Watched, tokens: int = PROMPT) -> Any:
+def _one_and_several(engine, tokens=PROMPT):
     told = {
         "one": thrice(engine, lambda seed: engine.ask([document(seed, tokens)]), 0),
         "several": thrice(
@@ -286,14 +286,14 @@ def _one_and_several(engine: Watched, tokens: int = PROMPT) -> Any:
     return told | {"most in flight": engine.most_in_flight}
 
 
-def seeing(model: str) -> Any:
+def seeing(model):
     from vllm import SamplingParams
 
     engine = Watched(model)
     assert engine.llm.llm_engine.vllm_config.model_config.is_multimodal_model
     settings = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
-    def ask(number: int) -> list[dict[str, Any]]:
+    def ask(number):
         text = document(0, PROMPT - IMAGE_TOKENS)
         prompt = {
             "prompt_token_ids": [*text[:10], image_token(model), *text[10:]],
@@ -304,16 +304,16 @@ def seeing(model: str) -> Any:
         return [answer(output)]
 
     return {
-        f"image {number}": thrice(engine, lambda _, number=number: ask(number), 0)  # type: ignore[misc]
+        f"image {number}": thrice(engine, lambda _, number=number: ask(number), 0)
         for number in range(2)
     }
 
 
-def _tokens(seed: int) -> list[int]:
+def _tokens(seed):
     return document(seed, PROMPT)
 
 
-def _prompt(seed: int) -> Any:
+def _prompt(seed):
     return {"prompt_token_ids": _tokens(seed)}
 
 
@@ -337,7 +337,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def main() -> None:
+def main():
     name, out, model = sys.argv[1:4]
     Path(out).write_text(json.dumps(SCENARIOS[name](model)))
 

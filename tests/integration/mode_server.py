@@ -7,34 +7,31 @@ step that a data-parallel rank takes only because another one works adds a byte 
 CPU backend gets the two collectives that a mixture of experts needs under data parallelism.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 
-def _folder() -> Path:
+def _folder():
     return Path(os.environ["TEST_FOLDER"])
 
 
-def _note(name: str) -> None:
+def _note(name):
     with (_folder() / name).open("a") as file:
         file.write(".")
 
 
-def gate() -> None:
+def gate():
     """Loads are told to be through as a device's are: later. Those of a CPU are over when their
     call returns."""
     from kvtier.gpu import Copy, PagedBlocks
 
     class Gated(Copy):
-        def done(self) -> bool:
+        def done(self):
             return not (_folder() / "shut").exists()
 
     load = PagedBlocks.load
 
-    def gated(self: PagedBlocks, jobs: Any) -> Copy:
+    def gated(self, jobs):
         load(self, jobs)
         _note("loads")
         return Gated(jobs)
@@ -43,26 +40,26 @@ def gate() -> None:
     PagedBlocks.copies_at_once = property(lambda _: False)  # type: ignore[assignment, method-assign]
 
 
-def note_dummies() -> None:
+def note_dummies():
     from vllm.v1.engine.core import EngineCore
 
     dummy = EngineCore.execute_dummy_batch
 
-    def noted(self: Any) -> None:
+    def noted(self):
         _note("dummies")
         dummy(self)
 
     EngineCore.execute_dummy_batch = noted
 
 
-def gather_of_unequal_ranks() -> None:
+def gather_of_unequal_ranks():
     """Experts need these under data parallelism. vLLM's CPU backend has neither: an engine dies in
     its first step."""
     import torch
     from torch import distributed
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    def all_gatherv(self, input_, dim=0, sizes=None):
         if isinstance(input_, list):
             return [all_gatherv(self, one, dim, sizes) for one in input_]
         counts = sizes or [len(input_)] * self.world_size
@@ -72,9 +69,7 @@ def gather_of_unequal_ranks() -> None:
         distributed.all_gather(parts, padded, group=self.device_group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def reduce_scatterv(
-        self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None
-    ) -> Any:
+    def reduce_scatterv(self, input_, dim=0, sizes=None):
         whole = input_.clone()
         distributed.all_reduce(whole, group=self.device_group)
         counts = sizes or [len(whole) // self.world_size] * self.world_size

@@ -6,8 +6,6 @@ Asks all documents three times: cold, from vLLM's own prefix cache, and when tha
 OUT gets the answers as JSON, and how many prompt tokens came from where.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.integration.transfer import transfer
 CONNECTORS = ROOT / "deploy/mooncake/connectors.json"
 
 
-def both() -> dict[str, Any]:
+def both():
     """The connectors of deploy/mooncake. A model this small may be computed sooner than it is
     loaded."""
     made: dict[str, Any] = json.loads(CONNECTORS.read_text())
@@ -30,14 +28,14 @@ def both() -> dict[str, Any]:
     return made
 
 
-def by_source(engine: Engine) -> dict[str, int]:
+def by_source(engine):
     """Prompt tokens so far that came from each source, in vLLM's words."""
     name = "vllm:prompt_tokens_cached_by_source"
     found = [metric for metric in engine.llm.get_metrics() if metric.name == name]
     return {metric.labels["source"]: int(metric.value) for metric in found if metric.value}
 
 
-def main() -> None:
+def main():
     connector = both() if sys.argv[3] == "both" else transfer()
     engine = Engine(sys.argv[2], PLENTY, kv_transfer_config=connector, disable_log_stats=False)
     told: dict[str, Any] = {}

@@ -1,8 +1,6 @@
 """An engine that is killed, and one that is started after it: ``NAME OUT MODEL``, see
 :mod:`tests.integration.scenarios`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -18,11 +16,11 @@ CHUNKS = 32
 PROMPTS = [document(seed, CHUNKS * BLOCK + 1) for seed in (5, 6)]
 
 
-def engine(model: str) -> Engine:
+def engine(model):
     return Engine(model, blocks=100, max_model_len=1_100)
 
 
-def filled(model: str, out: Path) -> None:
+def filled(model, out):
     one = engine(model)
     answers = one.ask(PROMPTS[:1]) + one.ask(PROMPTS[1:])
     core: Any = one.llm.llm_engine.engine_core  # in this process
@@ -39,14 +37,14 @@ def filled(model: str, out: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def asked(model: str, out: Path) -> None:
+def asked(model, out):
     """The first prompts after the start, one after the other."""
     one = engine(model)
     answers = [answer for prompt in PROMPTS for answer in one.ask([prompt])]
     out.write_text(json.dumps(answers))
 
 
-def main() -> None:
+def main():
     name, out, model = sys.argv[1:4]
     {"filled": filled, "asked": asked}[name](model, Path(out))
 

@@ -8,15 +8,13 @@ As in production these are vLLM's three (its front end, engine core and worker),
 all, when ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ ARGUMENTS = "TEST_ENGINE_ARGUMENTS"
 _LONG_S = 120.0
 
 
-def document(seed: int, tokens: int = 16 * BLOCK + 1) -> list[int]:
+def document(seed, tokens=16 * BLOCK + 1):
     """A prompt whose longest reusable prefix ends at a chunk: hits are as long as those of vLLM's
     own cache."""
     draw = random.Random(seed)
@@ -45,7 +43,7 @@ class Engine:
     """A vLLM engine as the tests want it: float32, so that a different split of a prefill cannot
     change an answer."""
 
-    def __init__(self, model: str, blocks: int = SMALL, **arguments: Any) -> None:
+    def __init__(self, model, blocks=SMALL, **arguments):
         """``blocks`` of KV cache with kvtier; the plain engine gets enough to keep everything in
         its own cache."""
         from vllm import LLM
@@ -67,7 +65,7 @@ class Engine:
         given = json.loads(os.environ.get(ARGUMENTS, "{}"))
         self.llm = LLM(model, **(settings | arguments | given))
 
-    def forget(self) -> None:
+    def forget(self):
         """Empty vLLM's own prefix cache. With async scheduling and a connector vLLM frees blocks
         one step after their request's last, so the steps that are under way end first."""
         core: Any = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
@@ -79,9 +77,7 @@ class Engine:
         ):  # an engine in a process of its own steps by itself
             assert core is None and time.monotonic() < until, "blocks are held"
 
-    def ask(
-        self, prompts: Iterable[list[int]], salt: str | None = None, **more: Any
-    ) -> list[dict[str, Any]]:
+    def ask(self, prompts, salt=None, **more):
         """Answers in order: ``tokens``, ``logprobs`` of each, ``cached`` tokens,
         ``prompt_logprobs`` when asked."""
         from vllm import SamplingParams
@@ -102,13 +98,13 @@ class Engine:
         )
         return [answer(output) for output in outputs]
 
-    def metric(self, name: str) -> int:
+    def metric(self, name):
         """A counter of vLLM's own."""
         found = [metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}"]
         return int(sum(found))
 
 
-def answer(output: Any, one: Any = None) -> dict[str, Any]:
+def answer(output, one=None):
     """``one`` of several answers; else the first."""
     best = one or output.outputs[0]
     logprobs = [next(iter(step.values())).logprob for step in best.logprobs or ()]
@@ -125,7 +121,7 @@ def answer(output: Any, one: Any = None) -> dict[str, Any]:
     }
 
 
-def rounds(engine: Engine, documents: int = 3, times: int = 2, **more: Any) -> list[dict[str, Any]]:
+def rounds(engine, documents=3, times=2, **more):
     """The documents one by one, all of them ``times`` times: from the second time on they can be
     hits."""
     return [
@@ -139,11 +135,11 @@ def rounds(engine: Engine, documents: int = 3, times: int = 2, **more: Any) -> l
 # ---- scenarios: name -> answers ------------------------------------------------------------------
 
 
-def plain(model: str) -> Any:
+def plain(model):
     return rounds(Engine(model))
 
 
-def features(model: str) -> Any:
+def features(model):
     """What one default engine must get right: salts, prompt logprobs, batches, multi-turn, chunked
     prefill."""
     engine = Engine(model, max_num_batched_tokens=256, blocks=64, disable_log_stats=False)
@@ -167,14 +163,14 @@ def features(model: str) -> Any:
     return result
 
 
-def filler(engine: Engine) -> None:
+def filler(engine):
     """Push everything out of the engine's own prefix cache, so that the next hit can only be
     kvtier's."""
     for seed in range(100, 106):
         engine.ask([document(seed)], max_tokens=1)
 
 
-def several_connectors(model: str) -> Any:
+def several_connectors(model):
     """kvtier behind another connector, which answers the handshake, in vLLM's MultiConnector."""
     ours = transfer()
     other = {
@@ -191,7 +187,7 @@ def several_connectors(model: str) -> Any:
     return rounds(Engine(model, kv_transfer_config=both))
 
 
-def bare_name(model: str) -> Any:
+def bare_name(model):
     bare = transfer(kv_connector_module_path=None)
     more: dict[str, Any] = (
         {"kv_transfer_config": bare} if os.environ.get("WITH_KVTIER") == "1" else {}
@@ -199,7 +195,7 @@ def bare_name(model: str) -> Any:
     return rounds(Engine(model, **more))
 
 
-def lora(model: str) -> Any:
+def lora(model):
     """Base model and two adapters on one prompt: three different answers, each a hit only of its
     own."""
     from vllm.lora.request import LoRARequest
@@ -218,7 +214,7 @@ def lora(model: str) -> Any:
     return {"first": first, "second": second, "counts": counts(engine)}
 
 
-def abort(model: str) -> Any:
+def abort(model):
     """Requests aborted while waiting, loading and decoding leave nothing behind."""
     from vllm import SamplingParams
 
@@ -236,7 +232,7 @@ def abort(model: str) -> Any:
     return first + rounds(engine, times=1)
 
 
-def continued(model: str) -> Any:
+def continued(model):
     """Each prompt is asked again with its answer's first token: what follows must be what followed
     before.
 
@@ -256,13 +252,13 @@ def continued(model: str) -> Any:
     return result
 
 
-def allow_prefixes() -> None:
+def allow_prefixes():
     """The platform has no say about prefix caching."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
 
-    def checked(vllm_config: Any) -> None:
+    def checked(vllm_config):
         wanted = vllm_config.cache_config.enable_prefix_caching
         check(vllm_config)
         vllm_config.cache_config.enable_prefix_caching = wanted
@@ -270,21 +266,21 @@ def allow_prefixes() -> None:
     CpuPlatform.check_and_update_config = staticmethod(checked)
 
 
-def load_failure(model: str) -> Any:
+def load_failure(model):
     """A third of the loads scribble over their blocks and fail; answers must not change. And how
     many did."""
     answers = rounds(_with_patch("failing_loads", model), times=4)
     return {"answers": answers, "failures": _noted()}
 
 
-def device(model: str) -> Any:
+def device(model):
     """KV moves as on a GPU, by streams and staging buffers, which here are threads. And how many
     chunks were loaded."""
     answers = rounds(_with_patch("threaded_streams", model), times=3)
     return {"answers": answers, "chunks": _noted()}
 
 
-def in_parts(model: str) -> Any:
+def in_parts(model):
     """A prompt of 32 blocks, twice, and the parts of loads that the worker was told of: ``.``, or
     ``!`` with the load's end. ``-`` is an end that it was told of by itself."""
     engine = _with_patch("counted_parts", model, blocks=100, max_model_len=1_100)
@@ -295,7 +291,7 @@ def in_parts(model: str) -> Any:
     return {"answers": answers, "parts": _notes().read_text() if _notes().exists() else ""}
 
 
-def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
+def _with_patch(patch, model, **arguments):
     """vLLM spawns the engine's processes on CPUs: they are patched when they import this file
     (:data:`PATCHES`)."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
@@ -304,27 +300,27 @@ def _with_patch(patch: str, model: str, **arguments: Any) -> Engine:
     return Engine(model, **arguments)
 
 
-def _note(what: str = ".") -> None:
+def _note(what="."):
     with _notes().open("a") as file:
         file.write(what)
 
 
-def _noted() -> int:
+def _noted():
     return len(_notes().read_text()) if _notes().exists() else 0
 
 
-def _notes() -> Path:
+def _notes():
     return Path(os.environ["TEST_FOLDER"]) / "notes"
 
 
-def failing_loads() -> None:
+def failing_loads():
     """The worker copies a chunk a call, and a document has eight: of three loads one fails, half
     way."""
     from kvtier.gpu import PagedBlocks
 
     calls, load = [0], PagedBlocks.load
 
-    def failing(self: PagedBlocks, jobs: Any) -> Any:
+    def failing(self, jobs):
         calls[0] += 1
         if calls[0] % 20 == 10:
             _note()
@@ -337,17 +333,17 @@ def failing_loads() -> None:
     PagedBlocks.load = failing  # type: ignore[method-assign]
 
 
-def threaded_streams() -> None:
+def threaded_streams():
     from kvtier.gpu import PagedBlocks
     from kvtier.gpu.staged import StagedCopier
     from tests.threaded_streams import ThreadedStreams
 
     make, load = PagedBlocks.__init__, StagedCopier.load
 
-    def on_threads(self: PagedBlocks, regions: Any, per_chunk: int, **_: Any) -> None:
+    def on_threads(self, regions, per_chunk, **_):
         make(self, regions, per_chunk, locked=lambda _: (), streams=ThreadedStreams())
 
-    def noted(self: StagedCopier, jobs: Any) -> Any:
+    def noted(self, jobs):
         for _ in jobs:
             _note()
         return load(self, jobs)
@@ -356,12 +352,12 @@ def threaded_streams() -> None:
     StagedCopier.load = noted  # type: ignore[method-assign]
 
 
-def counted_parts() -> None:
+def counted_parts():
     from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
     begin_load = WorkerHalf.load
 
-    def counted(self: WorkerHalf, metadata: Any) -> None:
+    def counted(self, metadata):
         for job in metadata.loads:
             if job.part_of is not None:
                 _note("." if job.end is None else "!")
@@ -371,14 +367,14 @@ def counted_parts() -> None:
     WorkerHalf.load = counted  # type: ignore[method-assign]
 
 
-def pipeline_buffers() -> None:
+def pipeline_buffers():
     """vLLM's CPU worker skips the dummy run that makes the buffers in which a later stage receives.
     It dies without."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     gather = GPUModelRunner.sync_and_gather_intermediate_tensors
 
-    def repaired(self: Any, *arguments: Any, **more: Any) -> Any:
+    def repaired(self, *arguments, **more):
         if self.intermediate_tensors is None:
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
@@ -399,12 +395,12 @@ PATCHES = {
 }
 
 
-def stalled(model: str) -> Any:
+def stalled(model):
     """A Redis that stops answering and then goes on: answers, and the connector's counts, before,
     meanwhile, after."""
     redis, engine = int(os.environ["TEST_REDIS_PID"]), Engine(model, disable_log_stats=False)
 
-    def phase(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    def phase(answers):
         return {"answers": answers, "counts": counts(engine)}
 
     result = {"before": phase(rounds(engine, times=3))}
@@ -423,7 +419,7 @@ def stalled(model: str) -> Any:
     return result | {"after": phase(answers)}
 
 
-def counts(engine: Engine) -> dict[str, int]:
+def counts(engine):
     """The connector's counts as vLLM's own metrics show them, but for what has not happened."""
     found = {}
     for metric in engine.llm.get_metrics():
@@ -435,7 +431,7 @@ def counts(engine: Engine) -> dict[str, int]:
     return found
 
 
-def refused(model: str) -> Any:
+def refused(model):
     """A recurrent model where vLLM caches no prefixes, so that kvtier cannot keep it: the engine
     must not start."""
     Engine(model, enable_prefix_caching=False)
@@ -461,7 +457,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def main() -> None:
+def main():
     name, out, model = sys.argv[1:4]
     Path(out).write_text(json.dumps(SCENARIOS[name](model)))
 

@@ -1,13 +1,11 @@
 """Streaming sessions on an engine that sees: run as :mod:`tests.integration.scenarios` is."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ the whole is as long as the prompts of :mod:`tests.integration.mode_scenarios`."
 class Streaming:
     """vLLM's asynchronous engine."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -47,14 +45,14 @@ class Streaming:
         self._image = image_token(model)
         self._asked = 0
 
-    async def session(self, number: int) -> dict[str, Any]:
+    async def session(self, number):
         """A turn of text and, after its answer, another with a picture. ``whole``: the prompt that
         came of it."""
         from vllm.engine.protocol import StreamingInput
 
         answered = asyncio.Event()
 
-        async def turns() -> AsyncGenerator[Any, None]:
+        async def turns():
             yield StreamingInput({"prompt_token_ids": document(0, FIRST)}, self._settings(4))
             await answered.wait()
             yield StreamingInput(self._seen(_second(), number), self._settings(8))
@@ -70,7 +68,7 @@ class Streaming:
         whole = document(0, FIRST) + tokens[:3]
         return {"tokens": tokens, "logprobs": logprobs, "cached": cached, "before": whole}
 
-    async def ask(self, before: list[int], number: int) -> dict[str, Any]:
+    async def ask(self, before, number):
         prompt = self._seen(before + _second(), number, len(before))
         settings = self._settings(8)
         tokens, logprobs, cached = list[int](), list[float](), 0
@@ -82,17 +80,17 @@ class Streaming:
             assert len(output.prompt_token_ids) == FIRST + 3 + SECOND
         return {"tokens": tokens, "logprobs": logprobs, "cached": cached}
 
-    async def reset(self) -> None:
+    async def reset(self):
         until = time.monotonic() + _LONG_S
         while not await self.engine.reset_prefix_cache():  # blocks are free one step later
             assert time.monotonic() < until, "blocks are held"
 
-    def _seen(self, tokens: list[int], number: int, begin: int = 0) -> Any:
+    def _seen(self, tokens, number, begin=0):
         at = begin + 10
         prompt = [*tokens[:at], self._image, *tokens[at:]]
         return {"prompt_token_ids": prompt, "multi_modal_data": {"image": picture(number)}}
 
-    def _settings(self, tokens: int) -> Any:
+    def _settings(self, tokens):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -104,16 +102,16 @@ class Streaming:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    def _name(self) -> str:
+    def _name(self):
         self._asked += 1
         return f"request {self._asked}"
 
 
-def _second() -> list[int]:
+def _second():
     return document(1, SECOND - IMAGE_TOKENS)
 
 
-async def _image_later(model: str) -> Any:
+async def _image_later(model):
     streaming = Streaming(model)
     told = {"session": await streaming.session(0)}
     before = told["session"]["before"]
@@ -132,7 +130,7 @@ async def _image_later(model: str) -> Any:
     return told
 
 
-def image_later(model: str) -> Any:
+def image_later(model):
     """Sessions that add an image to what was text. What they leave is then asked as one prompt,
     with that image and with another."""
     return asyncio.run(_image_later(model))
@@ -143,7 +141,7 @@ SCENARIOS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def main() -> None:
+def main():
     name, out, model = sys.argv[1:4]
     Path(out).write_text(json.dumps(SCENARIOS[name](model)))
 

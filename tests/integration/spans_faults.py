@@ -5,17 +5,12 @@ The files of the folder ``TEST_FAULTS`` say what goes wrong, on the last rank of
 leaves a file there when it has copied, and one when it has begun a pass.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 
-from kvtier.connectors.vllm.metadata import SpanJob
 from kvtier.core.errors import LayoutError
 from kvtier.extensions.spans.in_place import InPlace
 from kvtier.extensions.spans.mover import Mover
@@ -29,16 +24,16 @@ class Faults:
     """vLLM adds it to its worker's class. It imports this module, which is what counts."""
 
 
-def _is(fault: str) -> bool:
+def _is(fault):
     rank = get_tensor_model_parallel_rank()
     return rank == get_tp_group().world_size - 1 and (_FOLDER / fault).exists()
 
 
-def _left(what: str) -> None:
+def _left(what):
     (_FOLDER / f"{what}-{get_tensor_model_parallel_rank()}").touch()
 
 
-def go_on(mover: Mover, part: Any, is_time: Callable[[], bool]) -> list[tuple[SpanJob, bool]]:
+def go_on(mover, part, is_time):
     if _is("slow"):
         return []
     right = mover._rotation
@@ -51,19 +46,19 @@ def go_on(mover: Mover, part: Any, is_time: Callable[[], bool]) -> list[tuple[Sp
     return ended
 
 
-def copy(mover: Mover, slot: Any, piece: Any, block_ids: Any) -> None:
+def copy(mover, slot, piece, block_ids):
     _copy(mover, slot, piece, block_ids)
     if _is("torn"):
         raise LayoutError("torn by a test")
 
 
-def compute(mover: Mover, order: Any) -> None:
+def compute(mover, order):
     if _is("unready"):
         mover.give_up()
     _compute(mover, order)
 
 
-def run(in_place: InPlace, runs: Any, block_ids: Any) -> None:
+def run(in_place, runs, block_ids):
     _left("began")
     _pass(in_place, runs, block_ids)
     if _is("broken"):

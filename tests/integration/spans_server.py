@@ -4,11 +4,7 @@ Run as a module it is vLLM's server, whose CPU platform may not turn prefix cach
 attention.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
@@ -31,7 +27,7 @@ class Answer(NamedTuple):
 class Served(HttpEngine):
     """``more``: arguments of vLLM. ``settings``: of kvtier, beside a RAM tier."""
 
-    def __init__(self, model: Path, folder: Path, *more: str, **settings: str) -> None:
+    def __init__(self, model, folder, *more, **settings):
         args = [
             *shared_args("tiny", "float32", BLOCK),
             *cache_args(2048, 512, transfer(load_every_hit=True)),
@@ -46,14 +42,14 @@ class Served(HttpEngine):
         }
         super().__init__(str(model), args, env | settings, folder / "server.log")
 
-    def forget_all(self) -> None:
+    def forget_all(self):
         self.reset(reset_external=True)
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text):
         body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
         return list(post(f"{self.base_url}/tokenize", body)["tokens"])
 
-    def ask(self, tokens: Sequence[int], **more: Any) -> Answer:
+    def ask(self, tokens, **more):
         named = {"logprobs": 20, "return_tokens_as_token_ids": True}
         told = self.complete(tokens, **(named | more))
         top = told["reply"]["choices"][0]["logprobs"]["top_logprobs"][0]
@@ -65,7 +61,7 @@ class Served(HttpEngine):
 class LatentServed(Served):
     """A model with latent attention (MLA), for which vLLM's prefix caching stays on."""
 
-    def __init__(self, model: Path, folder: Path, *more: str, **settings: str) -> None:
+    def __init__(self, model, folder, *more, **settings):
         super().__init__(model, folder, "--attention-backend", "CPU_MLA", *more, **settings)
         self._command[:3] = [sys.executable, "-m", "tests.integration.spans_server"]
 
@@ -74,7 +70,7 @@ class Plain:
     """The model in plain torch, without vLLM and without kvtier: what answers are compared with.
     ``adapter``: a LoRA adapter, which is added to the weights."""
 
-    def __init__(self, model: Path, adapter: Path | None = None) -> None:
+    def __init__(self, model, adapter=None):
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -84,7 +80,7 @@ class Plain:
         if adapter is not None:
             self._add(adapter)
 
-    def _add(self, adapter: Path) -> None:
+    def _add(self, adapter):
         """Its scale is 1: ``lora_alpha`` is its rank."""
         from safetensors.torch import load_file
 
@@ -97,19 +93,11 @@ class Plain:
                 with self._torch.no_grad():
                     weight += second @ first
 
-    def full(self, tokens: Sequence[int]) -> list[float]:
+    def full(self, tokens):
         """Logprobs of the first answer token, by token id: everything is computed."""
         return self._logprobs(self._forward(tokens, None, 0))
 
-    def blended(
-        self,
-        tokens: Sequence[int],
-        ranges: Sequence[tuple[int, int]],
-        reused: int,
-        first: int = 0,
-        missing: Sequence[int] = (),
-        exact: int = 0,
-    ) -> list[float]:
+    def blended(self, tokens, ranges, reused, first=0, missing=(), exact=0):
         """The same where the KV of the first ``reused`` tokens comes from the ranges' homes, except
         for the ranges that are ``missing``, and for the first ``exact`` tokens.
 
@@ -149,7 +137,7 @@ class Plain:
         cache = self._cached(layers, reused)
         return self._logprobs(self._forward(tokens[reused:], cache, reused))
 
-    def _cached(self, layers: Sequence[tuple[Any, Any]], length: int) -> Any:
+    def _cached(self, layers, length):
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
@@ -157,17 +145,17 @@ class Plain:
             cache.update(keys[:, :, :length], values[:, :, :length], index)
         return cache
 
-    def _moved(self, pair: Sequence[Any], distance: int) -> tuple[Any, Any]:
+    def _moved(self, pair, distance):
         keys, values = pair
         return self._rotated(keys, distance), values
 
-    def _rotated(self, keys: Any, distance: int) -> Any:
+    def _rotated(self, keys, distance):
         place = self._torch.tensor([[distance]])
         cos, sin = self._model.model.rotary_emb(keys, place)
         one, other = keys.chunk(2, -1)
         return keys * cos + self._torch.cat((-other, one), -1) * sin
 
-    def _forward(self, tokens: Sequence[int], cache: Any, begin: int) -> Any:
+    def _forward(self, tokens, cache, begin):
         ids = self._torch.tensor([list(tokens)])
         places = self._torch.arange(begin, begin + len(tokens))
         with self._torch.no_grad():
@@ -178,7 +166,7 @@ class Plain:
                 use_cache=True,
             )
 
-    def _logprobs(self, out: Any) -> list[float]:
+    def _logprobs(self, out):
         found: list[float] = out.logits[0, -1].float().log_softmax(-1).tolist()
         return found
 
@@ -187,24 +175,24 @@ class LatentPlain(Plain):
     """Its cache has the latents where others have keys, and the rotated keys where others have
     values."""
 
-    def _moved(self, pair: Sequence[Any], distance: int) -> tuple[Any, Any]:
+    def _moved(self, pair, distance):
         latents, keys = pair
         return latents, self._rotated(keys, distance)
 
 
-def _empty(like: Any, tokens: int) -> Any:
+def _empty(like, tokens):
     one, heads, _, width = like.shape
     return like.new_zeros(one, heads, tokens, width)
 
 
-def _runs(places: set[int]) -> list[tuple[int, int]]:
+def _runs(places):
     """Places that follow each other, as ``(begin, end)``."""
     begins = sorted(place for place in places if place - 1 not in places)
     ends = sorted(place + 1 for place in places if place + 1 not in places)
     return list(zip(begins, ends, strict=True))
 
 
-def gap(answer: Answer, logprobs: Sequence[float]) -> float:
+def gap(answer, logprobs):
     return max(abs(value - logprobs[token]) for token, value in answer.first.items())
 
 

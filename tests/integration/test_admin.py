@@ -1,14 +1,11 @@
 """The admin interface of real servers: what it tells, what it forgets, whom it lets in, and its
 OpenAPI document."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
 import socket
 import ssl
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -32,7 +29,7 @@ from tests.server_process import LAYOUT, OTHER, SLOT, attached, load, run, save,
 
 
 @pytest.fixture
-def server() -> Iterator[AdminServer]:
+def server():
     with administered() as server:
         yield server
 
@@ -40,7 +37,7 @@ def server() -> Iterator[AdminServer]:
 # ---- what it tells -------------------------------------------------------------------------------
 
 
-def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
+def test_every_answer_is_what_the_document_says(server):
     with attached(server.access(namespace="tenant")) as client:
         save(client, run(1, 3))
     document = server.ask("GET", "/openapi.json").body
@@ -126,7 +123,7 @@ def test_every_answer_is_what_the_document_says(server: AdminServer) -> None:
     assert seen <= promised
 
 
-def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
+def test_lookup_says_how_far_each_place_reaches(server):
     with attached(server.access(namespace="tenant")) as client:
         save(client, run(1, 6))
         spilled(server, 6)
@@ -161,9 +158,7 @@ def test_lookup_says_how_far_each_place_reaches(server: AdminServer) -> None:
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
-def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(
-    server, end
-) -> None:
+def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(server, end):
     theirs, others = run(1, 4), run(1, 4, OTHER)
     with two_tenants(server) as (client, other):
         save(client, theirs)
@@ -188,7 +183,7 @@ def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come
         assert other.lookup(others).progress == Progress(0, 4)
 
 
-def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:
+def test_a_save_in_progress_is_waited_for(server):
     with attached(server.access(namespace="acme")) as client:
         with clearing(server, client) as done:
             assert not done
@@ -196,7 +191,7 @@ def test_a_save_in_progress_is_waited_for(server: AdminServer) -> None:
         assert client.lookup(run(2, 3)).progress == Progress(0, 0)
 
 
-def test_everything_is_cleared_and_only_with_a_token() -> None:
+def test_everything_is_cleared_and_only_with_a_token():
     with administered(admin_token_file=None) as server, attached(server.access()) as client:
         save(client, run(1, 2))
         for path, body in (("/v1/clear", {"everything": True}), ("/v1/lookup", {"keys": []})):
@@ -226,7 +221,7 @@ def test_everything_is_cleared_and_only_with_a_token() -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example:80", "127.evil.example", "[", ""]
 )
-def test_a_page_whose_name_was_rebound_gets_nothing(server: AdminServer, host: str) -> None:
+def test_a_page_whose_name_was_rebound_gets_nothing(server, host):
     refused = server.ask("GET", "/v1/stats", Host=host, Origin="http://evil.example")
     assert refused.status in {400, 421}
     assert "size_classes" not in refused.text
@@ -234,25 +229,25 @@ def test_a_page_whose_name_was_rebound_gets_nothing(server: AdminServer, host: s
 
 
 @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.8.8.8:80", "[::1]:9"])
-def test_loopback_by_any_name_is_served(server: AdminServer, host: str) -> None:
+def test_loopback_by_any_name_is_served(server, host):
     answer = server.ask("GET", "/v1/stats", Host=host, token=None)
     assert answer.status == 200
     assert answer.headers["cache-control"] == "no-store"
 
 
-def test_unknown_paths_and_methods_are_answered_in_words(server: AdminServer) -> None:
+def test_unknown_paths_and_methods_are_answered_in_words(server):
     lost, wrong = server.ask("GET", "/v2/nothing"), server.ask("DELETE", "/v1/stats")
     assert (lost.status, wrong.status, wrong.headers["allow"]) == (404, 405, "GET")
     assert all({"what", "expected", "do"} == answer.body.keys() for answer in (lost, wrong))
 
 
-def test_many_connections_are_bounded_and_engines_go_on() -> None:
+def test_many_connections_are_bounded_and_engines_go_on():
     with ExitStack() as stack:
         server = stack.enter_context(administered(patient=True))
         place = ("127.0.0.1", server.port)
         crowd = [stack.enter_context(socket.create_connection(place)) for _ in range(80)]
 
-        def ended() -> int:
+        def ended():
             return sum(_ended(one) for one in crowd)
 
         wait_for(lambda: ended() == 16, "all but 64 are closed")
@@ -261,7 +256,7 @@ def test_many_connections_are_bounded_and_engines_go_on() -> None:
         assert ended() == 16, "and no more"
 
 
-def _ended(one: socket.socket) -> bool:
+def _ended(one):
     one.setblocking(False)
     try:
         while one.recv(4096):
@@ -273,7 +268,7 @@ def _ended(one: socket.socket) -> bool:
     return True
 
 
-def test_beyond_loopback_there_is_a_token_and_tls() -> None:
+def test_beyond_loopback_there_is_a_token_and_tls():
     with short_folder() as folder:
         certificate, key = make_certificate(folder, "server")
         port = free_port()
@@ -313,7 +308,7 @@ def test_beyond_loopback_there_is_a_token_and_tls() -> None:
 # ---- the commands --------------------------------------------------------------------------------
 
 
-def test_stats_and_clear_from_a_terminal(server: AdminServer) -> None:
+def test_stats_and_clear_from_a_terminal(server):
     with attached(server.access(namespace="acme")) as client:
         save(client, run(1, 4))
         spilled(server, 4)

@@ -1,14 +1,11 @@
 """The admin interface of real servers and those who should not get anything from it: crowds,
 guessers, impostors."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +14,7 @@ import pytest
 
 from kvtier.core.lookup import Progress
 from kvtier.protocol import admin_proof
-from tests.admin_server import TOKEN, AdminServer, Answer, administered, clearing
+from tests.admin_server import TOKEN, administered, clearing
 from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.server_process import attached, run, save
 
@@ -26,7 +23,7 @@ LIVE = "/healthz/live"
 
 
 @pytest.fixture
-def server() -> Iterator[AdminServer]:
+def server():
     with administered() as server:
         yield server
 
@@ -35,7 +32,7 @@ def server() -> Iterator[AdminServer]:
 
 
 @contextmanager
-def crowd(server: AdminServer, members: int, says: bytes = b"") -> Iterator[list[socket.socket]]:
+def crowd(server, members, says=b""):
     with ExitStack() as stack:
         every = []
         for _ in range(members):
@@ -56,16 +53,16 @@ def crowd(server: AdminServer, members: int, says: bytes = b"") -> Iterator[list
         pytest.param(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400, id="never reads"),
     ],
 )
-def test_a_crowd_keeps_no_liveness_probe_out(server: AdminServer, says: bytes) -> None:
+def test_a_crowd_keeps_no_liveness_probe_out(server, says):
     for _ in range(3):
         with crowd(server, 80, says):
             assert [server.ask("GET", LIVE, token=None).status for _ in range(10)] == [200] * 10
 
 
-def test_who_asks_nothing_is_sent_away(server: AdminServer) -> None:
+def test_who_asks_nothing_is_sent_away(server):
     asks = b"GET /healthz/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
-    def sent_away_first() -> bool:
+    def sent_away_first():
         with (
             crowd(server, 1, asks) as (idle,),
             crowd(server, 1) as (silent,),
@@ -86,7 +83,7 @@ def test_who_asks_nothing_is_sent_away(server: AdminServer) -> None:
     wait_for(sent_away_first, "who asks nothing leaves first")
 
 
-def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
+def test_who_is_being_served_keeps_its_place(server):
     with attached(server.access(namespace="acme")) as client, ExitStack() as crowds:
         with clearing(server, client) as done:
             crowds.enter_context(crowd(server, 80))
@@ -94,7 +91,7 @@ def test_who_is_being_served_keeps_its_place(server: AdminServer) -> None:
         assert (done[0]["complete"], done[0]["chunks"]) == (True, 5)
 
 
-def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: AdminServer) -> None:
+def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server):
     with attached(server.access(namespace="acme")) as client:
         save(client, run(1, 2))
         told: list[int] = []
@@ -119,7 +116,7 @@ def test_a_probe_finds_a_place_beside_more_work_than_is_done_at_once(server: Adm
     assert told.count(200) >= 30
 
 
-def test_what_is_no_http_costs_the_log_a_few_lines(server: AdminServer) -> None:
+def test_what_is_no_http_costs_the_log_a_few_lines(server):
     begun = time.monotonic()
     for number in range(200):
         with crowd(
@@ -171,7 +168,7 @@ _WRONG = (
         ("GET", "/v1/namespaces", None),
     ],
 )
-def test_no_token_and_no_malformed_one_is_taken(server, method, path, body) -> None:
+def test_no_token_and_no_malformed_one_is_taken(server, method, path, body):
     with attached(server.access()) as client:
         save(client, run(1, 2))
         for wrong in _WRONG:
@@ -186,21 +183,15 @@ def test_no_token_and_no_malformed_one_is_taken(server, method, path, body) -> N
         )
 
 
-def _sent(
-    server: AdminServer,
-    credentials: str,
-    body: bytes,
-    path: str = "/v1/clear",
-    method: str = "POST",
-) -> Answer:
+def _sent(server, credentials, body, path="/v1/clear", method="POST"):
     return server.ask(method, path, body or None, token=None, Authorization=credentials)
 
 
-def start_of(server: AdminServer) -> str:
+def start_of(server):
     return server.ask("GET", "/healthz", token=None).headers[admin_proof.START_HEADER.lower()]
 
 
-def test_a_signed_request_holds_for_one_start_of_one_server(server: AdminServer) -> None:
+def test_a_signed_request_holds_for_one_start_of_one_server(server):
     body = b'{"everything": true}'
     signed = [
         admin_proof.signed(SECRET, "POST", "/v1/clear", body, time.time(), start_of(server))
@@ -216,13 +207,11 @@ def test_a_signed_request_holds_for_one_start_of_one_server(server: AdminServer)
     assert (told.returncode, told.stdout) == (0, "0 chunks dropped\n")
 
 
-def test_a_signed_request_holds_for_itself_alone(server: AdminServer) -> None:
+def test_a_signed_request_holds_for_itself_alone(server):
     everything, other = b'{"everything": true}', b'{"namespace": "acme"}'
     now, start = time.time(), start_of(server)
 
-    def sign(
-        body: bytes = everything, token: bytes = SECRET, at: float = now, path: str = "/v1/clear"
-    ) -> str:
+    def sign(body=everything, token=SECRET, at=now, path="/v1/clear"):
         return admin_proof.signed(token, "POST", path, body, at, start)
 
     right = sign()
@@ -255,23 +244,18 @@ class Impostor:
     """Has the port. Answers with ``answer``, or with what ``behind`` answers to the same request,
     changed or not."""
 
-    def __init__(
-        self,
-        answer: bytes = b"",
-        behind: AdminServer | None = None,
-        swap: tuple[bytes, bytes] = (b"", b""),
-    ):
+    def __init__(self, answer=b"", behind=None, swap=(b"", b"")):
         self.heard: list[tuple[str, dict[str, str], bytes]] = []
         impostor = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 self._serve()
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 self._serve()
 
-            def _serve(self) -> None:
+            def _serve(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 impostor.heard.append((self.path, dict(self.headers), body))
                 status, headers, said = 200, {}, answer
@@ -291,28 +275,28 @@ class Impostor:
                 self.end_headers()
                 self.wfile.write(said)
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, *_):
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> Impostor:
+    def __enter__(self):
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._server.shutdown()
         self._server.server_close()
 
-    def heard_the_token(self) -> bool:
+    def heard_the_token(self):
         return TOKEN in repr(self.heard)
 
 
 FORGED = b'{"complete":true,"chunks":7,"left":0,"owed_deletes":0,"untouched":[]}'
 
 
-def test_an_impostor_gets_no_token_and_is_not_believed(server: AdminServer) -> None:
+def test_an_impostor_gets_no_token_and_is_not_believed(server):
     with Impostor(FORGED) as impostor:
         told = server.cli(
             "clear", "--everything", "--admin", impostor.url, "--token-file", server.token
@@ -325,7 +309,7 @@ def test_an_impostor_gets_no_token_and_is_not_believed(server: AdminServer) -> N
         assert (told.returncode, impostor.heard_the_token()) == (2, False)
 
 
-def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: AdminServer) -> None:
+def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server):
     with attached(server.access()) as client, Impostor(behind=server) as relay:
         save(client, run(1, 2))
         words = ("clear", "--everything", "--token-file", server.token, "--admin")
@@ -341,7 +325,7 @@ def test_a_relay_can_neither_change_an_answer_nor_use_a_request_again(server: Ad
             assert server.cli(*words, liar.url).returncode == 2
 
 
-def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(server) -> None:
+def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(server):
     assert server.cli("stats", "--admin", server.url, "--token-file", server.token).returncode == 0
     with administered(admin_token_file=None) as tokenless:
         assert tokenless.cli("stats", "--admin", tokenless.url).returncode == 0
@@ -352,7 +336,7 @@ def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(s
 # ---- names that are wrong ------------------------------------------------------------------------
 
 
-def test_a_misspelt_namespace_is_told_which_there_are(server: AdminServer) -> None:
+def test_a_misspelt_namespace_is_told_which_there_are(server):
     with (
         attached(server.access(namespace="acme")) as client,
         attached(server.access(namespace="else")),

@@ -1,14 +1,10 @@
 """deploy/routing's cache-aware policy: HAProxy with the files that lie there, a real kvtier server,
 vLLM's own publishers of events, and engines that are stubs."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -31,12 +27,12 @@ class Fleet(NamedTuple):
     publishers: list[Publisher]
     engines: list[StubEngine]
 
-    def went_to(self, **asked: Any) -> str:
+    def went_to(self, **asked):
         return Asker(self.asker.url).ask(**asked)
 
 
 @contextmanager
-def cache_aware(folder: Path) -> Iterator[Fleet]:
+def cache_aware(folder):
     with followed("engine-1", "engine-2") as (server, publishers), stub_engines(2) as engines:
         lookup = {
             "ROUTER_LOOKUP": server.url,
@@ -48,12 +44,12 @@ def cache_aware(folder: Path) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+def fleet(tmp_path):
     with cache_aware(tmp_path) as one:
         yield one
 
 
-def test_a_prompt_goes_where_its_longest_beginning_is(fleet: Fleet) -> None:
+def test_a_prompt_goes_where_its_longest_beginning_is(fleet):
     one, two = fleet.publishers
     one.say(stored(0, 5))
     two.say(stored(0, 6, "CPU"))
@@ -67,7 +63,7 @@ def test_a_prompt_goes_where_its_longest_beginning_is(fleet: Fleet) -> None:
     assert fleet.went_to(prompt=TOKENS, headers=named) == "engine-1"
 
 
-def test_what_is_known_of_less_than_half_of_a_prompt_is_no_reason(fleet: Fleet) -> None:
+def test_what_is_known_of_less_than_half_of_a_prompt_is_no_reason(fleet):
     fleet.publishers[0].say(stored(0, 3))
     until(fleet.server, 3)
     seen = {fleet.went_to(prompt=TOKENS) for _ in range(4)}
@@ -76,7 +72,7 @@ def test_what_is_known_of_less_than_half_of_a_prompt_is_no_reason(fleet: Fleet) 
     assert len(sticky) == 1
 
 
-def test_text_is_cut_into_tokens_by_an_engine_and_salts_are_kept_apart(fleet: Fleet) -> None:
+def test_text_is_cut_into_tokens_by_an_engine_and_salts_are_kept_apart(fleet):
     mine = list(map(ord, TEXT))
     event = stored(0, 8, token_ids=mine, extra_keys=[["tenant"], *[None] * 7])
     fleet.publishers[1].say(event)
@@ -88,7 +84,7 @@ def test_text_is_cut_into_tokens_by_an_engine_and_salts_are_kept_apart(fleet: Fl
     assert all("tokens" not in body for engine in fleet.engines for body, _ in engine.asked)
 
 
-def test_an_engine_that_died_is_asked_no_more_and_neither_is_a_server_that_died(fleet) -> None:
+def test_an_engine_that_died_is_asked_no_more_and_neither_is_a_server_that_died(fleet):
     one, two = fleet.publishers
     one.say(stored(0, 8))
     until(fleet.server, 8)

@@ -2,18 +2,14 @@
 are stubs and a real kvtier server. And what the file and the files that it mounts say of each
 other."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -26,7 +22,7 @@ from tests.admin_server import administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.integration.test_prometheus import Prometheus
-from tests.stub_engine import StubEngine, stub_engines
+from tests.stub_engine import stub_engines
 
 FOLDER = ROOT / "deploy/docker"
 FLEET = yaml.safe_load((FOLDER / "fleet.yaml").read_text())
@@ -34,11 +30,11 @@ BASE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 ADDED = ("router", "prometheus", "grafana")
 
 
-def service(name: str) -> dict[str, Any]:
+def service(name):
     return dict(FLEET["services"][name])
 
 
-def mounted(name: str) -> dict[str, Path]:
+def mounted(name):
     """Place in the container -> file or folder of the checkout."""
     parts = [volume.split(":") for volume in service(name)["volumes"]]
     return {
@@ -49,7 +45,7 @@ def mounted(name: str) -> dict[str, Path]:
 
 
 @contextmanager
-def router(engines: list[StubEngine], folder: Path) -> Iterator[str]:
+def router(engines, folder):
     """The router's command line with its environment, on a free port and with these engines."""
     port, given = free_port(), service("router")
     ((inside, file),) = mounted("router").items()
@@ -65,7 +61,7 @@ def router(engines: list[StubEngine], folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def prometheus(admin: int, token: Path, engines: list[StubEngine], folder: Path) -> Iterator[str]:
+def prometheus(admin, token, engines, folder):
     """Prometheus' command line with its files: faster, and with these targets. ``admin`` is the
     server's port."""
     port, given = free_port(), service("prometheus")
@@ -99,7 +95,7 @@ def prometheus(admin: int, token: Path, engines: list[StubEngine], folder: Path)
         yield url
 
 
-def ask(url: str, session: str) -> str:
+def ask(url, session):
     data = json.dumps({"model": "stub", "prompt": "ba", "max_tokens": 1}).encode()
     headers = {"Content-Type": "application/json", "X-Session-Id": session}
     request = urllib.request.Request(f"{url}/v1/completions", data, headers)  # noqa: S310
@@ -108,7 +104,7 @@ def ask(url: str, session: str) -> str:
         return str(reply.headers["X-Engine"])
 
 
-def test_its_command_lines_route_and_scrape(tmp_path: Path) -> None:
+def test_its_command_lines_route_and_scrape(tmp_path):
     for program in ("haproxy", "prometheus"):
         if shutil.which(program) is None:
             pytest.skip(f"there is no {program}")
@@ -134,7 +130,7 @@ def test_its_command_lines_route_and_scrape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_each_service_has_the_least(name: str) -> None:
+def test_each_service_has_the_least(name):
     given = service(name)
     assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+", given["image"]), "a whole version"
     assert given["read_only"] is True and given["cap_drop"] == ["ALL"]
@@ -144,7 +140,7 @@ def test_each_service_has_the_least(name: str) -> None:
     assert {volume.split(":")[0] for volume in written} <= set(FLEET["volumes"])
 
 
-def test_no_engine_reaches_the_servers_admin_port_or_prometheus() -> None:
+def test_no_engine_reaches_the_servers_admin_port_or_prometheus():
     engine, grafana, seen = (
         set(service(name)["networks"]) for name in ("engine-1", "grafana", "prometheus")
     )
@@ -165,7 +161,7 @@ def test_no_engine_reaches_the_servers_admin_port_or_prometheus() -> None:
     assert "cache" not in {net for name in ADDED for net in service(name).get("networks", [])}
 
 
-def test_prometheus_has_the_token_that_reads_metrics_and_the_server_alone_the_other() -> None:
+def test_prometheus_has_the_token_that_reads_metrics_and_the_server_alone_the_other():
     assert [service(name)["secrets"] for name in ("kvtier", "prometheus")] == [
         ["admin-token"],
         ["metrics-token"],
@@ -186,7 +182,7 @@ def test_prometheus_has_the_token_that_reads_metrics_and_the_server_alone_the_ot
     assert b"has 6 bytes, expected 16 or more" in made.stderr
 
 
-def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+def test_grafana_finds_prometheus_and_the_dashboard():
     places = mounted("grafana")
     provisioning = places["/etc/grafana/provisioning"]
     (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())[

@@ -1,12 +1,8 @@
 """deploy/disaggregated: a prefill engine and a decode engine of real vLLM with real NIXL between
 them, kvtier on both over one server, and vLLM's router in front."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +13,10 @@ from kvtier.bench.processes.engine import cache_args, connector_args, shared_arg
 from kvtier.bench.processes.servers import answers, free_port
 from tests.conftest import ROOT
 from tests.integration.conftest import EVERY_MODE
-from tests.integration.engine_modes import TOLD, Mode
+from tests.integration.engine_modes import TOLD
 from tests.integration.http_engine import HttpEngine, body_of, complete
 from tests.integration.scenarios import CHUNK, document
-from tests.server_process import ServerProcess, serving
+from tests.server_process import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
@@ -29,7 +25,7 @@ ANSWER = 2 * CHUNK + 12
 START_S = 600.0
 
 
-def peer(name: str) -> str:
+def peer(name):
     """The folder of the programs of a peer's environment."""
     places = sorted(ROOT.glob(f".venv-peers/{name}-*/ready"))
     if not places:
@@ -37,7 +33,7 @@ def peer(name: str) -> str:
     return str(places[-1].parent / "bin")
 
 
-def connectors() -> dict[str, Any]:
+def connectors():
     """The file of deploy/, with what its page says for CPUs. A model this small may be computed
     sooner than it is loaded."""
     made: dict[str, Any] = json.loads((DEPLOY / "connectors.json").read_text())
@@ -52,9 +48,7 @@ class Engine(HttpEngine):
     """A server with NIXL and kvtier over ``cache``, started by ``launch`` as the page says. Without
     a ``cache`` it is plain vLLM. Once it has started, it has run in ``mode``."""
 
-    def __init__(
-        self, model: Path, log: Path, mode: Mode, cache: ServerProcess | None = None
-    ) -> None:
+    def __init__(self, model, log, mode, cache=None):
         self._mode, self._told = mode, log.with_suffix(".told")
         python = f"{peer('nixl')}/python"
         args = [*shared_args("tiny", "float32", 32), *cache_args(2048, 128), "--enforce-eager"]
@@ -77,17 +71,17 @@ class Engine(HttpEngine):
         if cache is not None:
             self._command[:1] = [python, "-m", "kvtier", "launch", "--", python]
 
-    def start(self) -> None:
+    def start(self):
         super().start()
         self._mode.check(self._told)
 
-    def cached_from(self, source: str) -> float:
+    def cached_from(self, source):
         """Prompt tokens that came from there, as vLLM counts them."""
         return self.metric("vllm:prompt_tokens_cached_by_source_total", source=source)
 
 
 @contextmanager
-def routed(prefill: Engine, decode: Engine, folder: Path) -> Iterator[str]:
+def routed(prefill, decode, folder):
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     env = {
@@ -103,16 +97,16 @@ def routed(prefill: Engine, decode: Engine, folder: Path) -> Iterator[str]:
         yield url
 
 
-def ask(url: str, prompt: list[int]) -> list[int]:
+def ask(url, prompt):
     return list(complete(url, body_of(prompt, max_tokens=ANSWER))["tokens"])
 
 
-def second_turn(first: list[int], answer: list[int]) -> list[int]:
+def second_turn(first, answer):
     return first + answer + document(2, 40)
 
 
 @EVERY_MODE
-def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path) -> None:
+def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path):
     """Nothing is left in vLLM's own caches for the second turn, so that its hits are kvtier's."""
     model = make_model(tmp_path / "tiny", "tiny")
     prompt = document(1)

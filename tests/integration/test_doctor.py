@@ -1,12 +1,9 @@
 """``kvtier doctor`` on real tiers: sound, missing, full, slow to answer, and with bytes changed
 behind their back."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -37,16 +34,16 @@ ROOT = Path(__file__).parents[2]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
-def of(findings: Iterable[Finding], check: str) -> list[Finding]:
+def of(findings, check):
     return [finding for finding in findings if finding.check == check]
 
 
-def one(findings: Iterable[Finding], check: str) -> Finding:
+def one(findings, check):
     (found,) = of(findings, check)
     return found
 
 
-def tiers(**settings: object) -> list[Finding]:
+def tiers(**settings):
     return list(doctor.tiers(Started(load(env={}, flags=settings))))
 
 
@@ -54,7 +51,7 @@ def tiers(**settings: object) -> list[Finding]:
 
 
 @pytest.mark.redis
-def test_a_sound_installation_is_0_and_left_as_it_was(tmp_path, capsys) -> None:
+def test_a_sound_installation_is_0_and_left_as_it_was(tmp_path, capsys):
     file = tmp_path / "kvtier.yaml"
     with RedisServer(maxmemory="64mb") as redis:
         file.write_text(
@@ -73,7 +70,7 @@ def test_a_sound_installation_is_0_and_left_as_it_was(tmp_path, capsys) -> None:
 
 def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_same(
     capsys, tmp_path
-) -> None:
+):
     file = tmp_path / "kvtier.yaml"
     file.write_text(
         f"redis_url: redis://127.0.0.1:{free_port()}\nserver: unix://{tmp_path}/none.sock\n"
@@ -88,7 +85,7 @@ def test_what_is_wrong_is_1_with_what_to_do_and_the_rest_is_looked_at_all_the_sa
     assert "self-test ram" in {row["check"] for row in told["findings"]}
 
 
-def test_a_configuration_that_cannot_be_read_is_a_finding(capsys, tmp_path) -> None:
+def test_a_configuration_that_cannot_be_read_is_a_finding(capsys, tmp_path):
     file = tmp_path / "kvtier.yaml"
     file.write_text("ram_bites: 1GiB\n")
     assert cli.main(["doctor", "--no-engine", "--config", str(file)]) == 1
@@ -98,9 +95,7 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(capsys, tmp_path) -> N
     )
 
 
-def test_more_ram_than_there_is_and_a_model_that_does_not_fit(
-    capsys, tmp_path, monkeypatch
-) -> None:
+def test_more_ram_than_there_is_and_a_model_that_does_not_fit(capsys, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({**PRESETS["demo"], "torch_dtype": "float32"}))
     monkeypatch.setenv("KVTIER_RAM_BYTES", "900GiB")
     assert cli.main(["doctor", "--no-engine"]) == 1
@@ -144,7 +139,7 @@ SERVE = ("python", "-m", API_SERVER, "--model", "M")
         ((), {"OPTION_KV_OFFLOADING_SIZE": "4"}, "fail", "vLLM's own offloading"),
     ],
 )
-def test_the_command_that_starts_the_engine_is_judged(monkeypatch, words, env, state, seen) -> None:
+def test_the_command_that_starts_the_engine_is_judged(monkeypatch, words, env, state, seen):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     (found,) = check_command(["--", *words] if words else [])
@@ -152,7 +147,7 @@ def test_the_command_that_starts_the_engine_is_judged(monkeypatch, words, env, s
     assert bool(found.do) == (state == "fail")
 
 
-def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
+def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "executable", "/no/python"
     )  # its own tests look at vLLM, which takes seconds to load
@@ -166,7 +161,7 @@ def test_an_engine_is_looked_at_with_its_command(monkeypatch, capsys) -> None:
     assert " command " not in capsys.readouterr().out
 
 
-def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
+def test_a_vllm_that_does_not_load_fails(tmp_path):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise ImportError('no libcuda.so.1')")
     info = tmp_path / "vllm-0.32.0.dist-info"
@@ -195,7 +190,7 @@ def test_a_vllm_that_does_not_load_fails(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins, state, seen) -> None:
+def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins, state, seen):
     done = kvtier("doctor", "--json", env={"KVTIER_REPLACE_LMCACHE": "1", **plug_ins})
     found = one([Finding(**row) for row in json.loads(done.stdout)["findings"]], "connector")
     assert found.state == state and found.seen.endswith(seen)
@@ -206,7 +201,7 @@ def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins, state, se
 
 
 @needs_root
-def test_a_full_tmpfs_is_named_twice(tmp_path: Path) -> None:
+def test_a_full_tmpfs_is_named_twice(tmp_path):
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "kvtier-test") as point:
         (point / "others").write_bytes(bytes(4 * MIB))
         found = tiers(nvme_path=str(point / "kvtier"), nvme_bytes="64MiB", ram_bytes="8MiB")
@@ -219,7 +214,7 @@ def test_a_full_tmpfs_is_named_twice(tmp_path: Path) -> None:
     assert of(found, "self-test nvme") == []
 
 
-def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path) -> None:
+def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path):
     own = Config().with_keys(ram_bytes=8 * MIB, nvme_path=str(tmp_path / "t"), nvme_bytes=5 * MIB)
     trial = selftest.trial("nvme", own)
     assert selftest.run("save", trial) == ""
@@ -232,7 +227,7 @@ def test_bytes_changed_on_disk_between_the_two_processes_are_seen(tmp_path: Path
     assert said.startswith("load: ") and said.endswith(f"of {selftest.CHUNKS} chunks came back")
 
 
-def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path) -> None:
+def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path):
     found = tiers(nvme_path=f"{tmp_path}/t", nvme_bytes="64MiB", nvme_write_limit="1MiB")
     assert one(found, "self-test nvme").state == "ok", found
 
@@ -241,7 +236,7 @@ def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path: Path)
 
 
 @pytest.mark.redis
-def test_redis_that_forgets_by_itself_has_no_size_or_does_not_answer() -> None:
+def test_redis_that_forgets_by_itself_has_no_size_or_does_not_answer():
     with RedisServer(maxmemory="64mb", maxmemory_policy="allkeys-lru") as redis:
         found = tiers(redis_url=redis.url)
         assert one(found, "redis").state == "warn" and "noeviction" in one(found, "redis").do
@@ -259,7 +254,7 @@ def test_redis_that_forgets_by_itself_has_no_size_or_does_not_answer() -> None:
 # -- servers ---------------------------------------------------------------------------------------
 
 
-def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards() -> None:
+def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards():
     with serving() as server:
         found = tiers(server=str(server.address))
         assert one(found, "server").state == "ok"
@@ -271,7 +266,7 @@ def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterward
             wait_for(lambda: engine.stats()["ram_ready"] == 0, "the trial's chunks are gone")
 
 
-def test_a_recording_server_is_well_and_none_of_it_is_recorded(tmp_path: Path) -> None:
+def test_a_recording_server_is_well_and_none_of_it_is_recorded(tmp_path):
     record = tmp_path / "record"
     with serving(record=record) as server, attached(server.access()) as engine:
         own = {"record": str(record), "nvme_path": str(tmp_path / "kv"), "nvme_bytes": "64MiB"}
@@ -285,7 +280,7 @@ def test_a_recording_server_is_well_and_none_of_it_is_recorded(tmp_path: Path) -
     assert len(json.loads(line)["hash_ids"]) == 2
 
 
-def test_a_server_whose_chunks_are_never_hit_says_why() -> None:
+def test_a_server_whose_chunks_are_never_hit_says_why():
     with serving() as server, attached(server.access()) as engine:
         assert "no chunk was asked for yet" in one(tiers(server=str(server.address)), "hits").seen
         engines.save(engine, engines.run(1, 2))
@@ -301,7 +296,7 @@ def test_a_server_whose_chunks_are_never_hit_says_why() -> None:
         assert one(tiers(server=str(server.address)), "hits").state == "ok"
 
 
-def test_a_server_on_another_host_with_and_without_its_token(tmp_path: Path) -> None:
+def test_a_server_on_another_host_with_and_without_its_token(tmp_path):
     token, wrong = tmp_path / "token", tmp_path / "wrong"
     for file in (token, wrong):
         file.write_text(f"{file.name} of thirty-two characters or so")

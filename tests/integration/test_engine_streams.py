@@ -1,14 +1,10 @@
 """A real server that follows engines' event streams, which vLLM's own publisher writes: lookup
 answers for each engine, and never with what is gone."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +21,7 @@ BLOCK = 16
 TOKENS = list(range(8 * BLOCK))
 
 
-def stored(first: int, last: int, medium: str = "GPU", **more: Any) -> Any:
+def stored(first, last, medium="GPU", **more):
     """Blocks of :data:`TOKENS`, as vLLM publishes them."""
     given: dict[str, Any] = {
         "block_hashes": [number.to_bytes(32, "big") for number in range(first, last)],
@@ -39,37 +35,37 @@ def stored(first: int, last: int, medium: str = "GPU", **more: Any) -> Any:
     return kv_events.BlockStored(**(given | more))
 
 
-def removed(first: int, last: int, medium: str = "GPU") -> Any:
+def removed(first, last, medium="GPU"):
     return kv_events.BlockRemoved(block_hashes=stored(first, last).block_hashes, medium=medium)
 
 
 class Lossy:
     """A publisher's socket that is full: what is sent is lost."""
 
-    def send_multipart(self, frames: object) -> None:
+    def send_multipart(self, frames):
         pass
 
 
 class Publisher:
     """vLLM's, at a place that it keeps. What it published is sent when :meth:`say` returns."""
 
-    def __init__(self, folder: Path, name: str, *, replay: bool = True) -> None:
+    def __init__(self, folder, name, *, replay=True):
         self.name = name
         self._at = f"ipc://{folder}/{name}"
         self._replay = f"{self._at}r" if replay else None
         self.start()
 
     @property
-    def stream(self) -> str:
+    def stream(self):
         return f"{self.name}={self._at}" + (f"?replay={self._replay}" if self._replay else "")
 
-    def start(self) -> None:
+    def start(self):
         self._own = kv_events.ZmqEventPublisher(0, self._at, self._replay, buffer_steps=6)
 
-    def stop(self) -> None:
+    def stop(self):
         self._own.shutdown()
 
-    def say(self, *events: Any, lost: bool = False) -> None:
+    def say(self, *events, lost=False):
         socket = self._own._pub
         if lost:
             self._own._pub = Lossy()
@@ -84,7 +80,7 @@ class _Nonsense(msgspec.Struct, array_like=True):
 
 
 @contextmanager
-def followed(*names: str, replay: bool = True) -> Iterator[tuple[AdminServer, list[Publisher]]]:
+def followed(*names, replay=True):
     with short_folder() as folder:
         publishers = [Publisher(folder, name, replay=replay) for name in names]
         try:
@@ -97,12 +93,12 @@ def followed(*names: str, replay: bool = True) -> Iterator[tuple[AdminServer, li
                 publisher.stop()
 
 
-def is_followed(server: AdminServer, publisher: Publisher, *, replay: bool) -> None:
+def is_followed(server, publisher, *, replay):
     """Nothing says that a publisher has taken a subscription in. Without a replay what it publishes
     before is lost, so it says nothing, until that is heard."""
     wait_for(lambda: seen(server, publisher.name)[2], "followed")
 
-    def heard() -> bool:
+    def heard():
         publisher.say()
         events = "kvtier_engine_stream_events_total"
         return server.metric(events, engine=publisher.name, event="message") > 0
@@ -111,20 +107,18 @@ def is_followed(server: AdminServer, publisher: Publisher, *, replay: bool) -> N
         wait_for(heard, "its subscription is taken in")
 
 
-def seen(
-    server: AdminServer, name: str = "engine-1", **asked: Any
-) -> tuple[int, dict[str, int], bool]:
+def seen(server, name="engine-1", **asked):
     answer = server.lookup(**({"tokens": TOKENS} | asked))
     (engine,) = (one for one in answer["engines"] if one["engine"] == name)
     tiers = {one["tier"]: one["tokens"] // BLOCK for one in engine["tiers"] if one["tokens"]}
     return engine["tokens"] // BLOCK, tiers, engine["followed"]
 
 
-def until(server: AdminServer, blocks: int, name: str = "engine-1", **asked: Any) -> None:
+def until(server, blocks, name="engine-1", **asked):
     wait_for(lambda: seen(server, name, **asked)[0] == blocks, f"{blocks} blocks")
 
 
-def test_a_lookup_answers_for_each_engine_and_each_of_its_tiers() -> None:
+def test_a_lookup_answers_for_each_engine_and_each_of_its_tiers():
     with followed("engine-1", "engine-2") as (server, (one, two)):
         one.say(stored(0, 4), stored(0, 6, "CPU"))
         two.say(stored(0, 2, extra_keys=[["tenant"], None]))
@@ -145,7 +139,7 @@ def test_a_lookup_answers_for_each_engine_and_each_of_its_tiers() -> None:
         assert seen(server)[0] == 5, "nobody else's picture is touched"
 
 
-def test_what_an_engine_said_before_the_server_began_is_replayed() -> None:
+def test_what_an_engine_said_before_the_server_began_is_replayed():
     with short_folder() as folder:
         publisher = Publisher(folder, "engine-1")
         try:
@@ -157,7 +151,7 @@ def test_what_an_engine_said_before_the_server_began_is_replayed() -> None:
             publisher.stop()
 
 
-def test_an_engine_that_comes_again_is_known_by_what_it_has_now() -> None:
+def test_an_engine_that_comes_again_is_known_by_what_it_has_now():
     with followed("engine-1") as (server, (one,)):
         one.say(stored(0, 5))
         until(server, 5)
@@ -168,7 +162,7 @@ def test_an_engine_that_comes_again_is_known_by_what_it_has_now() -> None:
         until(server, 1)
 
 
-def test_a_message_that_was_lost_is_replayed_also_when_nothing_follows() -> None:
+def test_a_message_that_was_lost_is_replayed_also_when_nothing_follows():
     with followed("engine-1") as (server, (one,)):
         one.say(stored(0, 3))
         until(server, 3)
@@ -181,7 +175,7 @@ def test_a_message_that_was_lost_is_replayed_also_when_nothing_follows() -> None
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_what_was_lost_for_good_makes_all_that_was_said_unsure(replay: bool) -> None:
+def test_what_was_lost_for_good_makes_all_that_was_said_unsure(replay):
     with followed("engine-1", replay=replay) as (server, (one,)):
         one.say(stored(0, 3))
         until(server, 3)
@@ -192,7 +186,7 @@ def test_what_was_lost_for_good_makes_all_that_was_said_unsure(replay: bool) -> 
         until(server, 1, tokens=[9] * BLOCK)
 
 
-def test_a_message_without_sense_costs_the_picture_and_no_more() -> None:
+def test_a_message_without_sense_costs_the_picture_and_no_more():
     with followed("engine-1", "engine-2") as (server, (one, two)):
         two.say(stored(0, 3))
         for nonsense in (_Nonsense(), kv_events.KVEventBatch(0.0, [stored(0, 1, "x" * 100)])):
@@ -206,7 +200,7 @@ def test_a_message_without_sense_costs_the_picture_and_no_more() -> None:
         until(server, 3, "engine-2")
 
 
-def test_a_message_that_is_too_long_is_not_read() -> None:
+def test_a_message_that_is_too_long_is_not_read():
     with followed("engine-1") as (server, (one,)):
         one.say(stored(0, 2, session_id="x" * (33 << 20)))
         events = "kvtier_engine_stream_events_total"
@@ -226,7 +220,7 @@ for number in range(100000):
 """
 
 
-def test_an_engine_that_is_stopped_is_not_known_any_more_and_then_again() -> None:
+def test_an_engine_that_is_stopped_is_not_known_any_more_and_then_again():
     payload = msgspec.msgpack.encode(kv_events.KVEventBatch(ts=0.0, events=[stored(0, 3)]))
     at = f"tcp://127.0.0.1:{free_port()}"
     with (
@@ -244,7 +238,7 @@ def test_an_engine_that_is_stopped_is_not_known_any_more_and_then_again() -> Non
             engine.kill()
 
 
-def test_tokens_alone_are_asked_of_engines_only() -> None:
+def test_tokens_alone_are_asked_of_engines_only():
     with administered() as server:
         refused = server.ask("POST", "/v1/lookup", {"tokens": TOKENS})
         assert (refused.status, refused.body["what"]) == (400, "not one way to name chunks")
@@ -268,6 +262,6 @@ def test_tokens_alone_are_asked_of_engines_only() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_ends_the_start_in_words(settings: Any, says: str) -> None:
+def test_what_makes_no_sense_ends_the_start_in_words(settings, says):
     with short_folder() as folder:
         assert says in AdminServer(folder, **settings).refusal()

@@ -1,9 +1,6 @@
 """Each file in ``examples`` does what it says, with small sizes and folders of the test."""
 
-from __future__ import annotations
-
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,12 @@ pytestmark = pytest.mark.usefixtures("nothing_set")
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     with short_folder() as place:
         yield place
 
 
-def small(file: Path, folder: Path) -> dict[str, Any]:
+def small(file, folder):
     sections = yaml.safe_load(file.read_text(encoding="utf-8"))
     changed: dict[str, Any] = {"ram_bytes": "2MiB"}
     if "nvme" in sections:
@@ -44,7 +41,7 @@ def small(file: Path, folder: Path) -> dict[str, Any]:
     return changed
 
 
-def flags(changed: dict[str, object]) -> list[str]:
+def flags(changed):
     return [
         word
         for key, value in changed.items()
@@ -52,14 +49,14 @@ def flags(changed: dict[str, object]) -> list[str]:
     ]
 
 
-def test_the_page_names_every_example() -> None:
+def test_the_page_names_every_example():
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for file in EXAMPLES.iterdir():
         assert file.name == "README.md" or f"]({file.name})" in page, file.name
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_file_is_a_configuration_without_a_remark(file, capsys, caplog) -> None:
+def test_a_file_is_a_configuration_without_a_remark(file, capsys, caplog):
     assert cli.main(["config", "--config", str(file), "--json"]) == 0
     told = capsys.readouterr()
     assert str(file) in told.out and not told.err and not caplog.records
@@ -68,14 +65,14 @@ def test_a_file_is_a_configuration_without_a_remark(file, capsys, caplog) -> Non
 @pytest.mark.parametrize(
     "file", [file for file in FILES if file.stem != "fleet"], ids=lambda file: file.stem
 )
-def test_the_doctor_finds_all_well(file, folder, capsys) -> None:
+def test_the_doctor_finds_all_well(file, folder, capsys):
     changed = flags(small(file, folder))
     status = cli.main(["doctor", "--no-engine", "--config", str(file), *changed])
     said = capsys.readouterr().out
     assert (status, " 0 to repair" in said) == (0, True), said
 
 
-def test_one_server_serves_many_engines_and_is_warm_after_a_crash(folder: Path) -> None:
+def test_one_server_serves_many_engines_and_is_warm_after_a_crash(folder):
     file = EXAMPLES / "server.yaml"
     server = ServerProcess(folder, flags=["--config", str(file)], **small(file, folder))
     keys = run(1, 4)
@@ -88,7 +85,7 @@ def test_one_server_serves_many_engines_and_is_warm_after_a_crash(folder: Path) 
 
 
 @pytest.mark.redis
-def test_hosts_of_a_fleet_find_in_redis_what_another_saved(folder: Path) -> None:
+def test_hosts_of_a_fleet_find_in_redis_what_another_saved(folder):
     file = EXAMPLES / "fleet.yaml"
     keys = run(2, 4)
     with RedisServer(maxmemory="64mb") as redis:
@@ -106,7 +103,7 @@ def test_hosts_of_a_fleet_find_in_redis_what_another_saved(folder: Path) -> None
             assert load(other, keys) == ["redis"] * 4
 
 
-def test_the_environment_of_lmi_has_kvtier_fill_in_the_sizes(monkeypatch) -> None:
+def test_the_environment_of_lmi_has_kvtier_fill_in_the_sizes(monkeypatch):
     text = (EXAMPLES / "lmi.env").read_text(encoding="utf-8")
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -114,7 +111,7 @@ def test_the_environment_of_lmi_has_kvtier_fill_in_the_sizes(monkeypatch) -> Non
     assert load_config().engine.auto
 
 
-def test_a_tier_of_your_own_keeps_every_promise_and_serves(folder: Path) -> None:
+def test_a_tier_of_your_own_keeps_every_promise_and_serves(folder):
     own = runpy.run_path(str(EXAMPLES / "own_tier.py"))
     own["keeps_its_promises"](folder)
     assert own["below_ram"](folder) == 4

@@ -1,14 +1,11 @@
 """The multi-turn benchmark on real vLLM engines and HAProxy: an engine dies, and its conversations
 stay warm. And what a server's lookup says of a real engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +27,7 @@ SHAPE = f"""--sessions {SESSIONS} --turns {TURNS} --kill-after-turn 2 --first-le
     --chunk-tokens 64 --require-same-tokens --load-every-hit""".split()
 
 
-def test_conversations_of_an_engine_that_dies_stay_warm(tmp_path: Path) -> None:
+def test_conversations_of_an_engine_that_dies_stay_warm(tmp_path):
     if shutil.which("haproxy") is None:
         pytest.skip("there is no haproxy")
     model = make_model(tmp_path / "tiny", "tiny")
@@ -56,7 +53,7 @@ def test_conversations_of_an_engine_that_dies_stay_warm(tmp_path: Path) -> None:
     assert aware["cached_tokens_later_turns"] >= 0.95 * sticky["cached_tokens_later_turns"]
 
 
-def test_lookup_says_what_an_engine_has_in_its_gpu_and_in_ram_until_it_dies(tmp_path: Path) -> None:
+def test_lookup_says_what_an_engine_has_in_its_gpu_and_in_ram_until_it_dies(tmp_path):
     model = make_model(tmp_path / "tiny", "tiny")
     block, at = 32, f"ipc://{tmp_path.parent}/e"
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
@@ -71,10 +68,10 @@ def test_lookup_says_what_an_engine_has_in_its_gpu_and_in_ram_until_it_dies(tmp_
             asker, _ = client.connect(engine.base_url, "tiny", 60)
             client.all_succeeded("ask", asker.run([Ask(0, 0, tokens, 2)], 1, lambda: None))
 
-            def seen(**more: Any) -> Any:
+            def seen(**more):
                 return server.lookup(**({"tokens": tokens} | more))["engines"][0]
 
-            def tiers() -> dict[str, int]:
+            def tiers():
                 return {one["tier"]: one["tokens"] for one in seen()["tiers"]}
 
             wait_for(lambda: tiers() == {"gpu": 8 * block, "cpu": 8 * block}, "in both tiers")

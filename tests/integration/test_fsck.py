@@ -1,20 +1,17 @@
 """``kvtier check`` on folders of a real tier and a real server: flipped bits, crashes, repair, and
 a folder in use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 from kvtier.core.errors import TierError
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import files
-from kvtier.tiers.nvme.check import Report, check, discard
+from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.files import lock
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, pack_record, payload_checksum
@@ -29,22 +26,22 @@ KEYS = LAYOUT.keys(range(6))
 RECORDS_AT = 4096
 
 
-def filled(folder: Path) -> None:
+def filled(folder):
     """Six chunks in slots 0 to 5. Slots 6 and 7 are free."""
     tier = NvmeTier(folder, room(SLOTS), SLOT)
     fill(tier, KEYS)
     tier.close()
 
 
-def counts(report: Report) -> tuple[int, int, int, int, int]:
+def counts(report):
     return report.good, report.corrupt, report.damaged, report.stale, report.free
 
 
-def bytes_of(folder: Path) -> dict[str, str]:
+def bytes_of(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def test_a_whole_folder(tmp_path: Path) -> None:
+def test_a_whole_folder(tmp_path):
     filled(tmp_path / "nvme")
     before = bytes_of(tmp_path / "nvme")
     report = check(tmp_path / "nvme")
@@ -58,7 +55,7 @@ def test_a_whole_folder(tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "nvme") == before
 
 
-def test_flipped_bits_are_found_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_flipped_bits_are_found_and_nothing_is_changed(tmp_path):
     filled(tmp_path)
     flip(tmp_path / SLOTS_NAME, 1 * SLOT + 77)
     flip(tmp_path / SLOTS_NAME, 4 * SLOT + SLOT - 1)
@@ -71,7 +68,7 @@ def test_flipped_bits_are_found_and_nothing_is_changed(tmp_path: Path) -> None:
     assert bytes_of(tmp_path) == before
 
 
-def test_repair_frees_what_is_bad_and_keeps_what_is_good(tmp_path: Path) -> None:
+def test_repair_frees_what_is_bad_and_keeps_what_is_good(tmp_path):
     filled(tmp_path)
     flip(tmp_path / SLOTS_NAME, 1 * SLOT)
     flip(tmp_path / INDEX_NAME, RECORDS_AT + 3 * RECORD_BYTES + 60)
@@ -84,7 +81,7 @@ def test_repair_frees_what_is_bad_and_keeps_what_is_good(tmp_path: Path) -> None
     tier.close()
 
 
-def test_of_two_records_of_a_key_the_newer_is_the_chunk(tmp_path: Path) -> None:
+def test_of_two_records_of_a_key_the_newer_is_the_chunk(tmp_path):
     filled(tmp_path / "nvme")
     key, folder = KEYS[0], tmp_path / "nvme"
     slots = folder / SLOTS_NAME
@@ -104,7 +101,7 @@ def test_of_two_records_of_a_key_the_newer_is_the_chunk(tmp_path: Path) -> None:
     assert discard(folder) == 6
 
 
-def test_a_folder_of_another_version_is_not_ours_to_check_but_to_remove(tmp_path: Path) -> None:
+def test_a_folder_of_another_version_is_not_ours_to_check_but_to_remove(tmp_path):
     filled(tmp_path / "nvme")
     with (tmp_path / "nvme" / INDEX_NAME).open("r+b") as file:
         file.write(Superblock(SLOT, SLOTS, 1, clean=True, version=2).pack())
@@ -113,7 +110,7 @@ def test_a_folder_of_another_version_is_not_ours_to_check_but_to_remove(tmp_path
     assert discard(tmp_path / "nvme") == 0 and not (tmp_path / "nvme").exists()
 
 
-def test_files_that_are_short_or_gone(tmp_path: Path) -> None:
+def test_files_that_are_short_or_gone(tmp_path):
     filled(tmp_path)
     os.truncate(tmp_path / SLOTS_NAME, 4 * SLOT)
     report = check(tmp_path)
@@ -125,7 +122,7 @@ def test_files_that_are_short_or_gone(tmp_path: Path) -> None:
     assert counts(check(tmp_path)) == (0, 4, 0, 0, 4)
 
 
-def test_a_superblock_that_is_not_readable(tmp_path: Path) -> None:
+def test_a_superblock_that_is_not_readable(tmp_path):
     filled(tmp_path)
     flip(tmp_path / INDEX_NAME, 10)
     report = check(tmp_path)
@@ -137,7 +134,7 @@ def test_a_superblock_that_is_not_readable(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(tmp_path):
     tier = NvmeTier(tmp_path, room(SLOTS), SLOT)
     for look in (check, discard):
         with pytest.raises(TierError, match=f"in use by process {os.getpid()}"):
@@ -146,7 +143,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert counts(check(tmp_path)) == (0, 0, 0, 0, SLOTS)
 
 
-def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
+def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path):
     place = tmp_path / "kvtier"
     filled(place / "slots-8192")
     filled(place / "slots-9000")
@@ -161,7 +158,7 @@ def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path: Path) -> None:
     assert not place.exists()
 
 
-def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None:
+def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path):
     place = tmp_path / "place"
     for name in ("b", "c"):
         filled(place / name)
@@ -184,7 +181,7 @@ def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path: Path) -> None
     ("slot_bytes", "slots"),
     [(SLOT, 1 << 44), (1 << 63, 8), (0, 8), (SLOT + 1, 8), (SLOT, 0), ((1 << 64) - 4096, 1)],
 )
-def test_a_superblock_that_says_what_no_tier_is_is_none(slot_bytes, slots, tmp_path) -> None:
+def test_a_superblock_that_says_what_no_tier_is_is_none(slot_bytes, slots, tmp_path):
     filled(tmp_path / "nvme")
     superblock(tmp_path / "nvme", slot_bytes, slots)
     report = check(tmp_path / "nvme")
@@ -196,12 +193,12 @@ def test_a_superblock_that_says_what_no_tier_is_is_none(slot_bytes, slots, tmp_p
     assert discard(tmp_path / "nvme", 1) == 0 and not (tmp_path / "nvme").exists()
 
 
-def superblock(folder: Path, slot_bytes: int, slots: int) -> None:
+def superblock(folder, slot_bytes, slots):
     with (folder / INDEX_NAME).open("r+b") as file:
         file.write(Superblock(slot_bytes, slots, 1, clean=True).pack())
 
 
-def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path: Path) -> None:
+def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path):
     ours, theirs = 11, 22
     tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
     for at, key in enumerate(KEYS):
@@ -216,11 +213,11 @@ def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path: Path) -> Non
     assert not (tmp_path / "nvme").exists(), "nobody's is left"
 
 
-def test_a_start_that_meets_a_clear_says_so(tmp_path, monkeypatch) -> None:
+def test_a_start_that_meets_a_clear_says_so(tmp_path, monkeypatch):
     filled(tmp_path / "nvme")
     cleared: list[int] = []
 
-    def late(index: int) -> str:
+    def late(index):
         if not cleared:
             cleared.append(discard(tmp_path / "nvme"))
         return lock(index)
@@ -235,7 +232,7 @@ def test_a_start_that_meets_a_clear_says_so(tmp_path, monkeypatch) -> None:
     assert check(tmp_path / "nvme").good == 6
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     filled(tmp_path / "slots-8192")
     config = tmp_path / "kvtier.yaml"
     config.write_text(f"nvme_path: {tmp_path}\n")
@@ -253,7 +250,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert kvtier("check").returncode == 2
 
 
-def test_after_kill_9_under_load_nothing_is_corrupt() -> None:
+def test_after_kill_9_under_load_nothing_is_corrupt():
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
         with server, attached(server.access()) as client:

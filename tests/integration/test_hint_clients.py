@@ -2,22 +2,19 @@
 deploy/HINTS.md with the ``openai`` client and with curl, and a body as Anthropic's clients write
 it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.hint_words import Said, of_request
+from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.eviction.hints import Hint
 from kvtier.extensions.hint_dialects.middleware import Middleware
 from tests.child_process import DEADLINE_S, wait_for
@@ -41,10 +38,10 @@ ANSWER = {
 
 
 class Behind:
-    def __init__(self) -> None:
+    def __init__(self):
         self.bodies: list[dict[str, Any]] = []
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope, receive, send):
         body, more = b"", True
         while more:
             message = await receive()
@@ -54,13 +51,13 @@ class Behind:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(ANSWER).encode()})
 
-    def said(self) -> Said:
+    def said(self):
         params = self.bodies[-1].get("kv_transfer_params")
         return of_request(SimpleNamespace(kv_transfer_params=params, cache_salt=None))
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Behind, str]]:
+def served():
     import uvicorn
 
     behind, listening = Behind(), socket.create_server(("127.0.0.1", 0))
@@ -74,7 +71,7 @@ def served() -> Iterator[tuple[Behind, str]]:
     thread.join(DEADLINE_S)
 
 
-def test_the_openai_client(served: tuple[Behind, str]) -> None:
+def test_the_openai_client(served):
     behind, url = served
     (example,) = re.findall(r"```python\n(from openai import[^`]*)```", HINTS)
     code = example.replace("http://localhost:8000", url)
@@ -84,7 +81,7 @@ def test_the_openai_client(served: tuple[Behind, str]) -> None:
     assert behind.bodies[-1]["messages"], "the rest is as it was sent"
 
 
-def test_curl(served: tuple[Behind, str]) -> None:
+def test_curl(served):
     behind, url = served
     curl, bash = shutil.which("curl"), shutil.which("bash")
     if curl is None or bash is None:

@@ -1,8 +1,6 @@
 """The middleware in vLLM's own front end with an API key: who has no key is refused as fast, and
 with as little memory, as without the middleware, because his body is never read."""
 
-from __future__ import annotations
-
 import asyncio
 import warnings
 from typing import Any
@@ -14,7 +12,7 @@ PATH = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def front_end() -> Any:
+def front_end():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.entrypoints.launchers.app import build_app
@@ -26,17 +24,17 @@ def front_end() -> Any:
         return build_app(given, ("generate",))
 
 
-def asked(front_end: Any, body: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, int]:
+def asked(front_end, body, *headers):
     """The status of the answer, and how many bytes of the body were read for it."""
     read, said = 0, list[Any]()
 
-    async def receive() -> dict[str, Any]:
+    async def receive():
         nonlocal read
         piece = body[read : read + (64 << 10)]
         read += len(piece)
         return {"type": "http.request", "body": piece, "more_body": read < len(body)}
 
-    async def send(message: Any) -> None:
+    async def send(message):
         said.append(message)
 
     scope = {
@@ -55,11 +53,11 @@ def asked(front_end: Any, body: bytes, *headers: tuple[bytes, bytes]) -> tuple[i
     return said[0]["status"], read
 
 
-def test_without_a_key_not_a_byte_of_a_body_is_read(front_end: Any) -> None:
+def test_without_a_key_not_a_byte_of_a_body_is_read(front_end):
     assert asked(front_end, b'{"messages":[' + b"{}," * (5 << 20) + b"{}]}") == (401, 0)
     assert asked(front_end, b"{}", (b"authorization", b"Bearer other")) == (401, 0)
 
 
-def test_with_the_key_the_body_is_read_and_is_vllms_to_judge(front_end: Any) -> None:
+def test_with_the_key_the_body_is_read_and_is_vllms_to_judge(front_end):
     body = b'{"messages": 5}'
     assert asked(front_end, body, (b"authorization", b"Bearer key")) == (400, len(body))

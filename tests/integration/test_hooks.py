@@ -1,8 +1,6 @@
 """Every vLLM that is here has the hooks that kvtier answers, with the same parameters. Also 0.33,
 which has no build for CPUs (``make vllm-next`` sets it up)."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -46,7 +44,7 @@ print(json.dumps([version, wrong, versions.verdict(version)]))
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("version", sorted(HERE))
-def test_each_hook_is_answered_as_vllm_calls_it(version) -> None:
+def test_each_hook_is_answered_as_vllm_calls_it(version):
     done = ran([engine_python(), "-c", COMPARED], bare() | OLDER.environment(HERE[version]))
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found, wrong, verdict = json.loads(done.stdout.splitlines()[-1])

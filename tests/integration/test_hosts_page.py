@@ -2,18 +2,13 @@
 starts a server on each host, doctor looks at both, and after a restart the disks hit. With the one
 switch each server sizes itself."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +27,7 @@ class Page:
     """The page's file and commands, where two folders stand for two hosts: other paths, a port of
     this machine, and sizes that it has. ``auto``: the page's way without sizes."""
 
-    def __init__(self, shared: Path, folders: list[Path], *, auto: bool = False) -> None:
+    def __init__(self, shared, folders, *, auto=False):
         (written,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
         shell, switch = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
         if auto:
@@ -87,7 +82,7 @@ class Page:
             name, value = switch.partition("#")[0].split()[1].split("=")
             self._env |= {name: value, "KVTIER_RAM_BYTES": "1MiB"}  # it is made at once
 
-    def words(self, host: int, command: str) -> list[str]:
+    def words(self, host, command):
         """The page's one command on this host that begins so."""
         on_b, on_a = ("--node-rank 1", "--node-rank 0")
         wanted = (on_a, on_b)[host] if command == "launch" else ""
@@ -100,7 +95,7 @@ class Page:
         return [sys.executable, "-m", *shlex.split(line)]
 
     @contextmanager
-    def node(self, host: int) -> Iterator[subprocess.Popen[str]]:
+    def node(self, host):
         """A host's engine, until it ends and its server has ended with it."""
         log = (self.folders[host] / "log").open("ab")
         with (
@@ -123,10 +118,10 @@ class Page:
         socket = f"{self.folders[host]}/run/kvtier.sock"
         wait_for(lambda: not servers(socket), "the server ends with the engine")
 
-    def said(self, host: int) -> str:
+    def said(self, host):
         return (self.folders[host] / "log").read_text()
 
-    def doctor(self) -> str:
+    def doctor(self):
         done = subprocess.run(
             self.words(0, "doctor"),
             env=self._env,
@@ -138,7 +133,7 @@ class Page:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def live(self) -> tuple[dict[str, Any], str]:
+    def live(self):
         """Start b, then a; stop both. What the engine told, and doctor."""
         with self.node(1), self.node(0) as engine:
             assert engine.stdout is not None
@@ -149,9 +144,7 @@ class Page:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("auto", [False, True], ids=["sizes", "the one switch"])
-def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(
-    tmp_path, auto
-) -> None:
+def test_the_pages_commands_start_a_server_on_each_host_and_hit_after_a_restart(tmp_path, auto):
     with ExitStack() as stack:
         folders = [stack.enter_context(short_folder()) for _ in range(2)]
         if auto:

@@ -1,13 +1,11 @@
 """The real LMCache (in an environment of its own) over a kvtier server, by its own remote storage
 plug-in interface."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -18,11 +16,10 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import free_port
-from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout
 from tests.child_process import wait_for
 from tests.command import bare
-from tests.server_process import ServerProcess, attached, serving
+from tests.server_process import attached, serving
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "lmcache-0.5.6" / "bin" / "python"
@@ -40,7 +37,7 @@ pytestmark = [
 ]
 
 
-def settings_of(**ours: object) -> dict[str, object]:
+def settings_of(**ours):
     """An LMCache file (JSON is YAML) with these of kvtier's keys."""
     extra = {"module_path": "kvtier.connectors.lmcache.plugin", "class_name": "KVTier"} | ours
     return {
@@ -54,12 +51,12 @@ def settings_of(**ours: object) -> dict[str, object]:
     }
 
 
-def clean_environment() -> dict[str, str]:
+def clean_environment():
     return bare(PYTHONHASHSEED=0, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER=1)
 
 
 class Process:
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log):
         self._log = log
         command = [str(PYTHON), "-m", "tests.integration.lmcache_engine"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -68,7 +65,7 @@ class Process:
                 command, cwd=ROOT, env=clean_environment(), **pipes, stderr=out, text=True
             )
 
-    def ask(self, *words: object) -> dict[str, Any]:
+    def ask(self, *words):
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
@@ -77,10 +74,10 @@ class Process:
                 return dict(json.loads(line))
         raise AssertionError(self.said()[-6000:])
 
-    def said(self) -> str:
+    def said(self):
         return self._log.read_text()
 
-    def close(self) -> None:
+    def close(self):
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -91,7 +88,7 @@ class Process:
 class Engine:
     """One LMCache engine in a process. ``settings``: kvtier's, in LMCache's file."""
 
-    def __init__(self, process: Process, folder: Path, **settings: object) -> None:
+    def __init__(self, process, folder, **settings):
         self._process = process
         self._name = folder.name
         self._said = len(process.said())
@@ -101,28 +98,28 @@ class Engine:
         )
         process.ask("start", self._name, folder / "lmcache.yaml")
 
-    def store(self, seed: int) -> None:
+    def store(self, seed):
         self._process.ask("store", self._name, seed, LENGTH)
 
-    def stored(self, seed: int) -> None:
+    def stored(self, seed):
         self.store(seed)
         assert self._process.ask("hold", self._name, seed, LENGTH) == {"found": LENGTH}, self.said()
 
-    def load(self, seed: int) -> tuple[int, int, bool]:
+    def load(self, seed):
         """Tokens found, tokens retrieved, and whether every byte of them is right."""
         answer = self._process.ask("load", self._name, seed, LENGTH)
         return answer["found"], answer["retrieved"], answer["equal"]
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self):
         return self._process.ask("counts", self._name)
 
-    def give_up(self, seed: int) -> dict[str, Any]:
+    def give_up(self, seed):
         return self._process.ask("give_up", self._name, seed, LENGTH)
 
-    def said(self) -> str:
+    def said(self):
         return self._process.said()[self._said :]
 
-    def close(self) -> None:
+    def close(self):
         self._process.ask("close", self._name)
 
 
@@ -130,7 +127,7 @@ Engines = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+def processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lmcache")
     with ExitStack() as ends:
         both = [Process(folder / name) for name in ("one.log", "two.log")]
@@ -140,12 +137,12 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process
 
 
 @pytest.fixture
-def engines(processes: list[Process], tmp_path: Path) -> Iterator[Engines]:
+def engines(processes, tmp_path):
     """Makes engines, in the processes by turns. Closes them."""
     with ExitStack() as ends:
         turn = cycle(processes)
 
-        def start(**settings: object) -> Engine:
+        def start(**settings):
             name = f"{tmp_path.name}-{len(list(tmp_path.iterdir()))}"
             engine = Engine(next(turn), tmp_path / name, **settings)
             ends.callback(engine.close)
@@ -161,7 +158,7 @@ HIT = 512
 
 @pytest.mark.vllm
 @pytest.mark.extended
-def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path: Path) -> None:
+def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path):
     model = make_model(tmp_path / "tiny", "tiny")
     with (
         serving(ram_bytes="16MiB") as server,
@@ -177,7 +174,7 @@ def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path: P
 
 
 @contextmanager
-def vllm(server: ServerProcess, folder: Path, model: Path) -> Iterator[list[dict[str, Any]]]:
+def vllm(server, folder, model):
     """An engine that has asked all documents, and its answers. It lives as long as the context."""
     folder.mkdir()
     (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**near(server))))
@@ -214,11 +211,11 @@ def vllm(server: ServerProcess, folder: Path, model: Path) -> Iterator[list[dict
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def near(server: ServerProcess) -> dict[str, object]:
+def near(server):
     return {"server": str(server.address), "server_timeout_ms": 5000}
 
 
-def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engines) -> None:
+def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engines):
     with serving(ram_bytes="8MiB") as server:
         one, two = engines(**near(server)), engines(**near(server))
         assert one.load(1) == (0, 0, True)
@@ -231,7 +228,7 @@ def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engi
         assert two.counts()["loaded"] == 8, two.said()
 
 
-def test_engines_on_other_hosts_share_by_tcp(engines: Engines) -> None:
+def test_engines_on_other_hosts_share_by_tcp(engines):
     port = free_port()
     with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes="8MiB") as server:
         cache_server = {"server": f"tcp://127.0.0.1:{port}", "load_timeout_ms": 20_000}
@@ -242,7 +239,7 @@ def test_engines_on_other_hosts_share_by_tcp(engines: Engines) -> None:
         assert one.load(2) == (LENGTH, LENGTH, True)
 
 
-def test_a_dead_server_means_misses_and_a_new_one_hits_again(engines: Engines) -> None:
+def test_a_dead_server_means_misses_and_a_new_one_hits_again(engines):
     with serving(ram_bytes="8MiB") as server:
         one = engines(**near(server))
         one.stored(1)
@@ -258,7 +255,7 @@ def test_a_dead_server_means_misses_and_a_new_one_hits_again(engines: Engines) -
         assert "Traceback" not in one.said()
 
 
-def test_a_wrong_byte_is_a_miss_and_is_forgotten(engines: Engines) -> None:
+def test_a_wrong_byte_is_a_miss_and_is_forgotten(engines):
     with serving(ram_bytes="8MiB") as server:
         one = engines(**near(server))
         one.stored(1)
@@ -271,7 +268,7 @@ def test_a_wrong_byte_is_a_miss_and_is_forgotten(engines: Engines) -> None:
         assert one.load(1) == (LENGTH, LENGTH, True)
 
 
-def test_what_lmcache_gives_up_waiting_for_is_given_back(engines: Engines) -> None:
+def test_what_lmcache_gives_up_waiting_for_is_given_back(engines):
     with serving(ram_bytes="8MiB") as server:
         one = engines(**near(server))
         one.stored(1)
@@ -288,14 +285,14 @@ def test_what_lmcache_gives_up_waiting_for_is_given_back(engines: Engines) -> No
         ({"server": "unix:///x", "ram_bytes": 1}, "unknown key remote_storage_plugin.kvtier."),
     ],
 )
-def test_a_wrong_setting_is_said_and_the_engine_goes_on(engines, settings, words) -> None:
+def test_a_wrong_setting_is_said_and_the_engine_goes_on(engines, settings, words):
     one = engines(**settings)
     assert one.counts() == {"made": False}
     assert words in one.said()
     assert one.load(1) == (0, 0, True)
 
 
-def flip_a_byte(client: Client) -> None:
+def flip_a_byte(client):
     pool = client.pool
     assert pool is not None
     held = [view for view in map(pool.view, range(pool.slots)) if bytes(view[:6]) == b"kvtier"]

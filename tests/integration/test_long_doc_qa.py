@@ -1,8 +1,6 @@
 """Long Doc QA on real vLLM servers, small: the whole command, its arms, its files, and the servers
 it starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,14 +20,14 @@ SHAPE = f"""--num-documents {DOCUMENTS} --document-length {TOKENS} --question-le
     --chunk-tokens 64 --settle-seconds 1 --require-same-tokens --load-every-hit""".split()
 
 
-def run(*command: str) -> str:
+def run(*command):
     words = (sys.executable, "-m", *command)
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def alive(mark: Path) -> list[int]:
+def alive(mark):
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -43,7 +41,7 @@ def alive(mark: Path) -> list[int]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_arms_answer_as_none_and_hit_where_they_should(tmp_path: Path) -> None:
+def test_arms_answer_as_none_and_hit_where_they_should(tmp_path):
     model, folder = tmp_path / "tiny", tmp_path / "out"
     run("kvtier.bench.model", str(model), "--preset", "tiny")
     words = ["--model", str(model), "--output-dir", str(folder)]
@@ -65,7 +63,7 @@ def test_arms_answer_as_none_and_hit_where_they_should(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_a_model_is_the_same_again_and_made_once(tmp_path: Path) -> None:
+def test_a_model_is_the_same_again_and_made_once(tmp_path):
     one, other = make_model(tmp_path / "one", "tiny"), make_model(tmp_path / "other", "tiny")
     made = (one / "model.safetensors").stat()
     assert make_model(one, "tiny") == one and (one / "model.safetensors").stat() == made
@@ -73,7 +71,7 @@ def test_a_model_is_the_same_again_and_made_once(tmp_path: Path) -> None:
         assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_a_folder_with_other_things_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_folder_with_other_things_is_never_overwritten(tmp_path):
     (tmp_path / "mine").write_text("precious")
     with pytest.raises(ValueError, match="not made by this command"):
         make_model(tmp_path, "tiny")

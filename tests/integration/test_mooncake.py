@@ -1,12 +1,9 @@
 """kvtier and Mooncake's store: a real master and a real pool, over TCP, and real vLLM with
 KVTierConnector and MooncakeStoreConnector in one MultiConnector, or with kvtier's own tier."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +12,11 @@ from kvtier.bench.model import make_model
 from tests.command import bare
 from tests.conftest import ROOT
 from tests.integration.conftest import EVERY_MODE
-from tests.integration.engine_modes import TOLD, Mode
+from tests.integration.engine_modes import TOLD
 from tests.integration.scenarios import CHUNK
 from tests.integration.test_vllm import DOCUMENT_HIT
 from tests.integration.transfer import EVERY_HIT
-from tests.mooncake_pool import Mooncake, mooncake, python
+from tests.mooncake_pool import mooncake, python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
@@ -28,7 +25,7 @@ LIMIT_S = 400.0
 DOCUMENTS = 3
 
 
-def file_for(folder: Path, pool: Mooncake) -> Path:
+def file_for(folder, pool):
     """The file that vLLM's own connector needs to reach it."""
     file = folder / "mooncake.json"
     settings = json.loads((ROOT / "deploy/mooncake/mooncake.json").read_text())
@@ -37,16 +34,14 @@ def file_for(folder: Path, pool: Mooncake) -> Path:
     return file
 
 
-def pages_export(pool: Mooncake) -> dict[str, str]:
+def pages_export(pool):
     """The line by which the page gives an engine the tier, with the test's master."""
     text = (ROOT / "deploy/TIERS.md").read_text(encoding="utf-8")
     (url,) = re.findall(r"^export KVTIER_MOONCAKE_URL='(\S+)'", text, re.MULTILINE)
     return {"KVTIER_MOONCAKE_URL": str(url).replace("master.example:50051", pool.address)}
 
 
-def asked(
-    folder: Path, model: Path, mode: Mode, connectors: str, more: dict[str, str]
-) -> dict[str, Any]:
+def asked(folder, model, mode, connectors, more):
     folder.mkdir()
     env = (
         bare()
@@ -79,7 +74,7 @@ def asked(
 
 
 @EVERY_MODE
-def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(mode, tmp_path) -> None:
+def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(mode, tmp_path):
     model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:
         more = {"MOONCAKE_CONFIG_PATH": str(file_for(tmp_path, pool))}
@@ -99,7 +94,7 @@ def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(mode, tm
 
 
 @EVERY_MODE
-def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(mode, tmp_path) -> None:
+def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(mode, tmp_path):
     """kvtier alone, with the tier that README switches on."""
     model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:

@@ -1,14 +1,11 @@
 """The object tier as its page switches it on: `kvtier config`, `doctor` and `serve` in front of a
 real S3 server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -35,12 +32,12 @@ SEALED = {"ram_bytes": 16 * SLOT, "object_url": "s3://bucket/sealed", "object_by
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
+def server():
     with S3Server() as server:
         yield server
 
 
-def snippet() -> str:
+def snippet():
     (block,) = re.findall(
         r"```bash\n(export KVTIER_OBJECT_URL=.*?)```",
         (ROOT / "deploy/TIERS.md").read_text(),
@@ -49,18 +46,18 @@ def snippet() -> str:
     return str(block)
 
 
-def ran(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def ran(script, environment):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     more = {"PATH": path, "PYTHONPATH": ROOT, "KVTIER_RAM_BYTES": "64MiB", "COLUMNS": "400"}
     return command.ran(["bash", "-c", script], command.bare(**environment | more))
 
 
-def doctor(script: str) -> str:
+def doctor(script):
     return script.replace("kvtier doctor", f"{sys.executable} -m kvtier doctor --no-engine")
 
 
 @pytest.mark.slow
-def test_the_readmes_lines_switch_it_on_and_leave_nothing_behind(server: S3Server) -> None:
+def test_the_readmes_lines_switch_it_on_and_leave_nothing_behind(server):
     done = ran(doctor(snippet()), server.environment)
     rows = [line for line in done.stdout.splitlines() if "object" in line]
     assert any(
@@ -73,7 +70,7 @@ def test_the_readmes_lines_switch_it_on_and_leave_nothing_behind(server: S3Serve
         assert list(beside().listed("prefix")) == []
 
 
-def test_a_server_that_can_never_use_it_does_not_start(server: S3Server, tmp_path: Path) -> None:
+def test_a_server_that_can_never_use_it_does_not_start(server, tmp_path):
     script = f"{sys.executable} -m kvtier serve --listen unix://{tmp_path}/s.sock"
     given = {"KVTIER_OBJECT_URL": "s3://nowhere", "KVTIER_ADMIN": "off"}
     done = ran(script, server.environment | given)
@@ -86,7 +83,7 @@ LARGE = json.loads((ROOT / "tests/data/model_configs.json").read_text())["qwen2.
 
 
 @pytest.mark.parametrize("more", [[], ["--no-measure"]])
-def test_the_plan_shows_what_a_hit_from_it_is_worth(server, tmp_path, more) -> None:
+def test_the_plan_shows_what_a_hit_from_it_is_worth(server, tmp_path, more):
     (line,) = re.findall(
         r"^kvtier plan .* --object .*$", (ROOT / "deploy/TIERS.md").read_text(), re.MULTILINE
     )
@@ -106,7 +103,7 @@ def test_the_plan_shows_what_a_hit_from_it_is_worth(server, tmp_path, more) -> N
         assert list(beside().listed("prefix")) == [], "nothing is left behind"
 
 
-def test_the_plan_says_why_a_bucket_is_left_out_or_away(server: S3Server, tmp_path: Path) -> None:
+def test_the_plan_says_why_a_bucket_is_left_out_or_away(server, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     plan = f"{sys.executable} -m kvtier plan --no-measure --ram 1100GiB --model {tmp_path}"
     for where, environment, why in (
@@ -135,7 +132,7 @@ print(json.dumps(s3.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
 """
 
 
-def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server: S3Server) -> None:
+def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server):
     file = ROOT / "deploy" / "objects" / "lifecycle.json"
     assert "file://deploy/objects/lifecycle.json" in (ROOT / "deploy/OPERATIONS.md").read_text()
     python, environment = moto_python(), os.environ | server.environment
@@ -162,17 +159,17 @@ KEPT |= {"object_url": "s3://bucket/purge", "object_bytes": 1 << 20}
 
 
 @pytest.fixture
-def emptied(server: S3Server) -> S3Server:
+def emptied(server):
     server.reset()
     return server
 
 
-def kept(server: S3Server) -> int:
+def kept(server):
     with operated(server.environment):
         return len(list(beside().listed("purge")))
 
 
-def test_a_clear_of_everything_reaches_what_other_hosts_wrote(emptied: S3Server) -> None:
+def test_a_clear_of_everything_reaches_what_other_hosts_wrote(emptied):
     server = emptied
     with (
         operated(server.environment),
@@ -191,7 +188,7 @@ def test_a_clear_of_everything_reaches_what_other_hosts_wrote(emptied: S3Server)
         assert here.lookup(run(1, 4)).progress == Progress(0, 0)
 
 
-def test_a_clear_of_a_tenant_takes_its_own_and_leaves_the_others(emptied) -> None:
+def test_a_clear_of_a_tenant_takes_its_own_and_leaves_the_others(emptied):
     server = emptied
     with (
         operated(server.environment),
@@ -208,7 +205,7 @@ def test_a_clear_of_a_tenant_takes_its_own_and_leaves_the_others(emptied) -> Non
         assert (done["complete"], done["untouched"], kept(server)) == (True, [], 3)
 
 
-def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Server) -> None:
+def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied):
     with (
         S3Proxy(emptied) as proxy,
         operated(proxy.environment),
@@ -223,7 +220,7 @@ def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Serv
         assert not done["complete"] and done["owed_deletes"] == 4
         proxy.well()
 
-        def gone() -> bool:
+        def gone():
             save(client, run(2, 1))
             client.invalidate(run(2, 1))
             return kept(emptied) <= 1
@@ -234,16 +231,14 @@ def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied: S3Serv
 # ---- encryption ----------------------------------------------------------------------------------
 
 
-def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(
-    server, tmp_path
-) -> None:
-    def store(key: str | None) -> Store:
+def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(server, tmp_path):
+    def store(key):
         more = {"encryption_key_file": secret_file(tmp_path, "key", key)} if key else {}
         made = assemble(Started(Config().with_keys(**SEALED, **more)), LAYOUT)
         assert isinstance(made, Store)
         return made
 
-    def objects() -> list[str]:
+    def objects():
         return sorted(name for name, _, _ in bucket.listed("sealed"))
 
     keys = run(1, 3)

@@ -1,17 +1,12 @@
 """The page at the admin port's ``/`` in a real Chromium: what it shows is what the server
 counts."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from kvtier.bench.processes.servers import answers, free_port
 from kvtier.core.lookup import Served
-from tests.admin_server import TOKEN, AdminServer, administered, spilled
-from tests.browser import Tab, chromium, opened
+from tests.admin_server import TOKEN, administered, spilled
+from tests.browser import chromium, opened
 from tests.child_process import wait_for
 from tests.server_process import LAYOUT, attached, load, run, save
 
@@ -25,12 +20,12 @@ TAB, ENTER = 9, 13
 
 
 @pytest.fixture
-def server() -> Iterator[AdminServer]:
+def server():
     with administered(slot_bytes=8192) as server:
         yield server
 
 
-def use(server: AdminServer, first: int, prompts: int = 4) -> None:
+def use(server, first, prompts=4):
     with attached(server.access(namespace="acme")) as client:
         for prompt in range(first, first + prompts):
             save(client, run(prompt, 3))
@@ -39,15 +34,15 @@ def use(server: AdminServer, first: int, prompts: int = 4) -> None:
         load(client, run(first + 1000, 2))
 
 
-def ready(tab: Tab) -> None:
+def ready(tab):
     tab.wait("document.getElementById('state')?.textContent === 'ready'")
 
 
-def text(place: str) -> str:
+def text(place):
     return f"document.getElementById('{place}').innerText"
 
 
-def test_it_shows_what_the_server_counts_and_goes_on_by_itself(server, tmp_path) -> None:
+def test_it_shows_what_the_server_counts_and_goes_on_by_itself(server, tmp_path):
     use(server, 0)
     spilled(server, 12)
 
@@ -80,9 +75,7 @@ def test_it_shows_what_the_server_counts_and_goes_on_by_itself(server, tmp_path)
         assert tab.said == [], "no error, and nothing that the page's own policy forbids"
 
 
-def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
-    server, tmp_path
-) -> None:
+def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(server, tmp_path):
     use(server, 0)
     spilled(server, 12)
     (sizes,) = server.ask("GET", "/v1/stats").body["size_classes"]
@@ -122,7 +115,7 @@ def test_other_sizes_the_policy_and_with_the_token_who_came_and_what_is_set(
         tab.picture(tmp_path / "inside.png")
 
 
-def told(server: AdminServer, asked: int) -> None:
+def told(server, asked):
     """A prompt of 2,048 tokens, of which 768 came from RAM. ``asked``: what the server counts
     then."""
     with attached(server.access(namespace="acme")) as client:
@@ -130,7 +123,7 @@ def told(server: AdminServer, asked: int) -> None:
         wait_for(lambda: server.metric("kvtier_asked_tokens_total") == asked, "it was told")
 
 
-def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(server, tmp_path) -> None:
+def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(server, tmp_path):
     told(server, 2048)
     with opened(server.url, tmp_path) as tab:
         ready(tab)
@@ -142,7 +135,7 @@ def test_the_hit_rate_in_tokens_is_said_of_now_and_of_all_time(server, tmp_path)
         assert "since the start\t4,096\t1,536\t37.5 %" in tab.value(text("brings"))
 
 
-def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path: Path) -> None:
+def test_faults_and_a_server_that_is_gone_are_said(server, tmp_path):
     with opened(server.url, tmp_path) as tab:
         ready(tab)
         tab.wait("last !== null")
@@ -153,7 +146,7 @@ def test_faults_and_a_server_that_is_gone_are_said(server: AdminServer, tmp_path
         ready(tab)
 
 
-def test_it_is_used_by_keyboard_and_read_aloud(server: AdminServer, tmp_path: Path) -> None:
+def test_it_is_used_by_keyboard_and_read_aloud(server, tmp_path):
     use(server, 0)
 
     with opened(server.url, tmp_path) as tab:
@@ -178,7 +171,7 @@ def test_it_is_used_by_keyboard_and_read_aloud(server: AdminServer, tmp_path: Pa
         )
 
 
-def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) -> None:
+def test_light_and_dark_can_both_be_read(server, tmp_path):
     """Text against its background: at least 4.5 to 1 everywhere (WCAG's AA)."""
     use(server, 0)
     contrast = """(() => {
@@ -228,7 +221,7 @@ def test_light_and_dark_can_both_be_read(server: AdminServer, tmp_path: Path) ->
         assert tab.value(f"{brings}.scrollWidth <= {brings}.clientWidth"), "and so is their table"
 
 
-def test_beyond_loopback_it_asks_for_the_token(tmp_path: Path) -> None:
+def test_beyond_loopback_it_asks_for_the_token(tmp_path):
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with administered(admin=f"http://0.0.0.0:{port}"):

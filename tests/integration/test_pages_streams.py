@@ -1,19 +1,14 @@
 """Event streams as the pages set them up, word by word, with vLLM's own publisher; and what a
 server says of an engine that it cannot follow, or of a tier that is well again."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from tests.admin_server import AdminServer, administered
+from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.conftest import ROOT
 from tests.redis_server import RedisServer
@@ -25,29 +20,29 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torc
 PAGE = (ROOT / "deploy/routing/README.md").read_text()
 
 
-def blocks(page: str) -> list[str]:
+def blocks(page):
     """The commands of a page, of which one sets ``admin.engines``."""
     found = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     return [block for block in found if "KVTIER_ADMIN_ENGINES" in block]
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     with short_folder() as folder:
         yield folder
 
 
-def published(config: dict[str, Any]) -> Any:
+def published(config):
     return kv_events.EventPublisherFactory.create(vllm.KVEventsConfig(**config))
 
 
-def trouble(server: AdminServer) -> list[str]:
+def trouble(server):
     told: list[str] = json.loads(server.ask("GET", "/healthz", token=None).text)["trouble"]
     return told
 
 
 @pytest.mark.parametrize("block", blocks(PAGE))
-def test_engines_are_followed_as_the_page_says(folder: Path, block: str) -> None:
+def test_engines_are_followed_as_the_page_says(folder, block):
     block = block.replace("/run/kvtier", str(folder))
     (asked,) = re.findall(r"KVTIER_ADMIN_ENGINES='([^']*)'", block)
     configs = [json.loads(one) for one in re.findall(r"--kv-events-config \\?\s*'([^']*)'", block)]
@@ -62,7 +57,7 @@ def test_engines_are_followed_as_the_page_says(folder: Path, block: str) -> None
             )
 
 
-def test_an_engine_that_listens_nowhere_is_an_error_in_words_until_it_does(folder: Path) -> None:
+def test_an_engine_that_listens_nowhere_is_an_error_in_words_until_it_does(folder):
     """vLLM connects to an address without a *."""
     port, replay = free_port(), free_port()
     config = {"enable_kv_cache_events": True, "publisher": "zmq"}
@@ -86,7 +81,7 @@ def test_an_engine_that_listens_nowhere_is_an_error_in_words_until_it_does(folde
             engine.shutdown()
 
 
-def test_a_tier_that_is_well_again_is_noticed_on_an_idle_server() -> None:
+def test_a_tier_that_is_well_again_is_noticed_on_an_idle_server():
     with RedisServer() as redis, administered(redis_url=redis.url, redis_bytes="8MiB") as server:
         with attached(server.access()) as client:
             redis.stop()

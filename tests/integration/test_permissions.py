@@ -1,13 +1,9 @@
 """Whatever the umask: every folder, file and socket that kvtier makes is this user's alone."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -33,13 +29,13 @@ MADE = {
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o022, 0o077], ids=oct)
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+def umask(request):
     before = os.umask(request.param)
     yield request.param
     os.umask(before)
 
 
-def modes(folder: Path) -> dict[str, int]:
+def modes(folder):
     return {
         path.relative_to(folder).as_posix(): stat.S_IMODE(path.lstat().st_mode)
         for path in folder.rglob("*")
@@ -47,7 +43,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("umask")
-def test_a_server_makes_nothing_that_others_may_read_write_or_enter() -> None:
+def test_a_server_makes_nothing_that_others_may_read_write_or_enter():
     with short_folder() as folder:
         server = ServerProcess(
             folder, own_python=True, nvme_path=folder / "deep" / "er", nvme_bytes=1 << 20
@@ -72,7 +68,7 @@ def test_a_server_makes_nothing_that_others_may_read_write_or_enter() -> None:
 
 
 @pytest.mark.usefixtures("umask")
-def test_a_socket_deep_down_has_no_parent_that_others_may_write() -> None:
+def test_a_socket_deep_down_has_no_parent_that_others_may_write():
     with short_folder() as folder:
         listener = listen_unix(Address(str(folder / "a" / "b" / "sock"), "", 0))
         found = modes(folder)
@@ -80,7 +76,7 @@ def test_a_socket_deep_down_has_no_parent_that_others_may_write() -> None:
         assert found == {"a": 0o700, "a/b": 0o700, "a/b/sock": 0o600, "a/b/sock.lock": 0o600}
 
 
-def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_folder_that_is_there_keeps_its_mode(tmp_path):
     tmp_path.chmod(0o755)
     make_folder(tmp_path / "a")
     make_folder(tmp_path / "a")
@@ -92,7 +88,7 @@ def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize("what", ["pool", "witness"])
-def test_another_user_cannot_open_what_has_no_name(what: str) -> None:
+def test_another_user_cannot_open_what_has_no_name(what):
     """Pool and witness are reached by /proc/PID/fd, which the kernel lets nobody else of lower rank
     enter."""
     pool = Pool(1, 4096)
@@ -115,7 +111,7 @@ def test_another_user_cannot_open_what_has_no_name(what: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640, 0o660])
-def test_a_secret_that_this_user_or_group_reads_is_taken(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_this_user_or_group_reads_is_taken(tmp_path, mode):
     secret = tmp_path / "secret"
     secret.write_bytes(b"  a secret\n")
     secret.chmod(mode)
@@ -123,7 +119,7 @@ def test_a_secret_that_this_user_or_group_reads_is_taken(tmp_path: Path, mode: i
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o644, 0o777])
-def test_a_secret_that_every_user_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_every_user_may_open_is_refused(tmp_path, mode):
     secret = tmp_path / "secret"
     secret.write_bytes(b"a secret")
     secret.chmod(mode)

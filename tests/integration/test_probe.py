@@ -1,8 +1,6 @@
 """The looks, against real mounts, a real cgroup and a real Redis, and against made-up /proc and
 /sys trees."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,7 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -39,7 +36,7 @@ SMALL = describe(MODELS["qwen2.5-1.5b"], "small")
 ROOMY = Memory(available=known(100 * GIB, "test"), cgroup_headroom=known(UNLIMITED, "test"))
 
 
-def plant(root: Path, **files: str) -> Path:
+def plant(root, **files):
     for name, text in files.items():
         path = root / name.replace("__", "/").replace("_dot_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +50,7 @@ V2 = "30 20 0:26 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "36 31 0:32 {top} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
 
 
-def test_cgroup_v2_takes_the_tightest_level_and_forgives_file_cache(tmp_path: Path) -> None:
+def test_cgroup_v2_takes_the_tightest_level_and_forgives_file_cache(tmp_path):
     base = "sys__fs__cgroup__"
     root = plant(
         tmp_path,
@@ -78,7 +75,7 @@ def test_cgroup_v2_takes_the_tightest_level_and_forgives_file_cache(tmp_path: Pa
     )
 
 
-def test_the_limit_that_only_slows_down_does_not_kill(tmp_path: Path) -> None:
+def test_the_limit_that_only_slows_down_does_not_kill(tmp_path):
     base = "sys__fs__cgroup__"
     root = plant(
         tmp_path,
@@ -93,7 +90,7 @@ def test_the_limit_that_only_slows_down_does_not_kill(tmp_path: Path) -> None:
     assert (memory.cgroup_headroom.value, memory.cgroup_limit.value) == (2 * GIB, UNLIMITED)
 
 
-def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path: Path) -> None:
+def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path):
     base = "sys__fs__cgroup__memory__"
     root = plant(
         tmp_path,
@@ -113,7 +110,7 @@ def test_cgroup_v1_in_a_container_whose_mount_starts_at_its_own_group(tmp_path: 
     assert probe_memory(root).cgroup_limit.value == 3 * GIB
 
 
-def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
+def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path):
     unlimited = plant(
         tmp_path,
         proc__self__cgroup="4:memory:/\n",
@@ -126,7 +123,7 @@ def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path: Path) -> None:
     assert "No such file" in blind.available.source
 
 
-def test_real_cgroup_limit_of_an_outer_group_is_found() -> None:
+def test_real_cgroup_limit_of_an_outer_group_is_found():
     with memory_cgroup(512 * MIB) as group:
         code = (
             "from kvtier.autoconfig.probe.memory import probe_memory\n"
@@ -149,7 +146,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 
 @needs_root
-def test_real_tmpfs_is_seen_through_and_left_out(tmp_path: Path) -> None:
+def test_real_tmpfs_is_seen_through_and_left_out(tmp_path):
     with mounted(tmp_path / "ram", "-t", "tmpfs", "-o", "size=64m", "kvtier-test") as point:
         disk = probe_disk(str(point / "kvtier"))
         assert (disk.filesystem.value, disk.total.value) == ("tmpfs", 64 * MIB)
@@ -159,7 +156,7 @@ def test_real_tmpfs_is_seen_through_and_left_out(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_real_nearly_full_disk_counts_free_not_total_and_own_files_as_free(tmp_path: Path) -> None:
+def test_real_nearly_full_disk_counts_free_not_total_and_own_files_as_free(tmp_path):
     image = tmp_path / "image"
     image.touch()
     os.truncate(image, 256 * MIB)
@@ -189,14 +186,14 @@ def test_real_nearly_full_disk_counts_free_not_total_and_own_files_as_free(tmp_p
         ] == []
 
 
-def test_a_path_that_is_not_there_yet_is_judged_by_what_holds_it(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_yet_is_judged_by_what_holds_it(tmp_path):
     disk = probe_disk(str(tmp_path / "not" / "yet"))
     assert disk.free.value and disk.filesystem.value and disk.own.value == 0
     assert list(tmp_path.iterdir()) == []
     assert probe_disk("/proc/kvtier").o_direct.value is not True
 
 
-def block_device(root: Path, number: str, where: str, **files: str) -> Path:
+def block_device(root, number, where, **files):
     """A disk in a made-up /sys, and the link by which its number finds it."""
     place = root / "sys/devices" / where
     place.mkdir(parents=True)
@@ -207,7 +204,7 @@ def block_device(root: Path, number: str, where: str, **files: str) -> Path:
     return place
 
 
-def mount_line(number: str, point: Path, kind: str = "xfs", source: str = "/dev/x") -> str:
+def mount_line(number, point, kind="xfs", source="/dev/x"):
     return f"40 1 {number} / {point} rw - {kind} {source} rw\n"
 
 
@@ -222,13 +219,13 @@ def mount_line(number: str, point: Path, kind: str = "xfs", source: str = "/dev/
         ("sdc", {"queue__rotational": "0", "device__model": "PersistentDisk"}, "virtual"),
     ],
 )
-def test_device_kinds(tmp_path: Path, where: str, files: dict[str, str], kind: str) -> None:
+def test_device_kinds(tmp_path, where, files, kind):
     block_device(tmp_path, "8:0", where, **files)
     plant(tmp_path, proc__self__mountinfo=mount_line("8:0", tmp_path))
     assert probe_disk(str(tmp_path), tmp_path).device.value == kind
 
 
-def test_device_of_a_partition_and_of_a_raid_is_the_slowest_disk_below(tmp_path: Path) -> None:
+def test_device_of_a_partition_and_of_a_raid_is_the_slowest_disk_below(tmp_path):
     block_device(tmp_path, "259:1", "nvme0n1/nvme0n1p1", partition="1")
     plant(tmp_path / "sys/devices/nvme0n1", device__model="Amazon Elastic Block Store")
     plant(tmp_path, proc__self__mountinfo=mount_line("259:1", tmp_path))
@@ -244,7 +241,7 @@ def test_device_of_a_partition_and_of_a_raid_is_the_slowest_disk_below(tmp_path:
     assert probe_disk(str(tmp_path), tmp_path).device.value == "ebs"
 
 
-def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_path: Path) -> None:
+def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_path):
     place = tmp_path / "a b"
     place.mkdir()
     escaped = Path(str(place).replace(" ", "\\040"))
@@ -258,7 +255,7 @@ def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_pa
     assert probe_disk(str(tmp_path), tmp_path).filesystem.value == "ext4"
 
 
-def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypatch) -> None:
+def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_probe, "CANDIDATES", ())
     monkeypatch.setattr(disk_probe, "_ALWAYS", (str(tmp_path),))
     assert [disk.path for disk in probe_disks()] == [f"{tmp_path}/kvtier"]
@@ -271,7 +268,7 @@ def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypat
 # -- NUMA, GPUs ------------------------------------------------------------------------------------
 
 
-def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
+def test_gpus_from_the_driver_none_and_amd(tmp_path):
     assert probe_gpus(tmp_path).count.value == 0
     plant(tmp_path / "amd", dev__kfd="")
     amd = probe_gpus(tmp_path / "amd")
@@ -298,7 +295,7 @@ def test_gpus_from_the_driver_none_and_amd(tmp_path: Path) -> None:
 
 
 @pytest.mark.redis
-def test_real_redis_is_sized_timed_and_left_clean() -> None:
+def test_real_redis_is_sized_timed_and_left_clean():
     with RedisServer(maxmemory="64mb", maxmemory_policy="allkeys-random") as server:
         seen = probe(RedisSection(url=server.url))
         assert (seen.reachable.value, seen.maxmemory.value, seen.local) == (True, 64 * MIB, True)
@@ -309,7 +306,7 @@ def test_real_redis_is_sized_timed_and_left_clean() -> None:
             assert client.dbsize() == 0
 
 
-def test_model_folder_index_files_and_errors(tmp_path: Path) -> None:
+def test_model_folder_index_files_and_errors(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a local model folder or config\.json"):
         probe_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
@@ -324,7 +321,7 @@ def test_model_folder_index_files_and_errors(tmp_path: Path) -> None:
     assert (model.weight_bytes.value, model.kv_bytes_per_token.value) == (77, 72 * 1024)
 
 
-def test_engine_facts_come_from_its_own_configuration() -> None:
+def test_engine_facts_come_from_its_own_configuration():
     hf_config = SimpleNamespace(to_dict=lambda: MODELS["llama-3.1-8b"])
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -348,7 +345,7 @@ def test_engine_facts_come_from_its_own_configuration() -> None:
     assert model.kv_bytes_per_token.value == 64 * 1024
 
 
-def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path):
     disk = probe_disk(str(tmp_path / "kvtier"))
     if not disk.o_direct.value:
         pytest.skip(f"no O_DIRECT in the test folder: {disk.o_direct.source}")
@@ -359,12 +356,12 @@ def test_measuring_fills_speeds_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trial_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_stops_when_its_time_is_over(monkeypatch):
     now = iter(range(1000))
     monkeypatch.setattr(fact, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     steps: list[int] = []
 
-    def step(index: int) -> int:
+    def step(index):
         steps.append(index)
         return 10
 
@@ -372,8 +369,8 @@ def test_a_trial_stops_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) ->
     assert steps == [0, 1, 2, 3]
 
 
-def test_a_failing_look_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
+def test_a_failing_look_never_raises(tmp_path, monkeypatch):
+    def refuse(*_):
         raise PermissionError("refused by a sandbox")
 
     monkeypatch.setattr(os, "statvfs", refuse)
@@ -382,7 +379,7 @@ def test_a_failing_look_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert probe_memory().shm.value is None
 
 
-def test_reserved_huge_pages_that_are_promised_to_others_are_not_free(tmp_path: Path) -> None:
+def test_reserved_huge_pages_that_are_promised_to_others_are_not_free(tmp_path):
     pages = tmp_path / "sys/kernel/mm/hugepages/hugepages-2048kB"
     assert probe_memory(tmp_path).reserved.value is None
     pages.mkdir(parents=True)
@@ -391,7 +388,7 @@ def test_reserved_huge_pages_that_are_promised_to_others_are_not_free(tmp_path: 
     assert probe_memory(tmp_path).reserved.value == 140 * MIB
 
 
-def test_whether_the_kernel_makes_huge_pages_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_the_kernel_makes_huge_pages_is_tried(monkeypatch):
     populated(1).close()
     assert probe_memory().makes_huge.value is True
     monkeypatch.setattr(region, "_COLLAPSE", 999)  # an advice that no kernel knows

@@ -13,7 +13,7 @@ from struct import pack
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from tests.admin_server import AdminServer, administered
+from tests.admin_server import administered
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S, wait_for
 
@@ -34,11 +34,11 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-def dial(port: int) -> socket.socket:
+def dial(port):
     return socket.create_connection(("127.0.0.1", port), DEADLINE_S)
 
 
-def said_to(port: int, words: bytes) -> bytes:
+def said_to(port, words):
     with dial(port) as sock:
         sock.sendall(words)
         with suppress(ConnectionError):
@@ -60,7 +60,7 @@ def said_to(port: int, words: bytes) -> bytes:
         "GET http://127.0.0.1/healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n",
     ],
 )
-def test_a_probe_of_the_admin_port_is_answered(server: AdminServer, words: str) -> None:
+def test_a_probe_of_the_admin_port_is_answered(server, words):
     head, _, body = said_to(server.port, f"{words}Connection: close\r\n\r\n".encode()).partition(
         b"\r\n\r\n"
     )
@@ -72,7 +72,7 @@ def test_a_probe_of_the_admin_port_is_answered(server: AdminServer, words: str) 
         assert body == b'{"live":true,"ready":true,"trouble":[]}'
 
 
-def test_a_page_whose_name_was_rebound_is_answered_by_none(server: AdminServer) -> None:
+def test_a_page_whose_name_was_rebound_is_answered_by_none(server):
     for method in ("GET", "HEAD", "OPTIONS"):
         words = f"{method} /healthz HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
         assert b" 421 " in said_to(server.port, words.encode())[:20]
@@ -81,8 +81,8 @@ def test_a_page_whose_name_was_rebound_is_answered_by_none(server: AdminServer) 
     assert b" 401 " in said_to(server.port, b"GET /v1/namespaces HTTP/1.0\r\n\r\n")[:20]
 
 
-def test_connections_that_say_nothing_and_leave_break_no_rule(server: AdminServer) -> None:
-    tcp: int = server.tcp  # type: ignore[attr-defined]
+def test_connections_that_say_nothing_and_leave_break_no_rule(server):
+    tcp: int = server.tcp
     before, ended = server.said(), events(server)
     for port in (tcp, server.port):
         for number in range(20):
@@ -105,6 +105,6 @@ def test_connections_that_say_nothing_and_leave_break_no_rule(server: AdminServe
     assert server.said() == before
 
 
-def events(server: AdminServer) -> dict[str, int]:
+def events(server):
     found: dict[str, int] = server.ask("GET", "/v1/stats").body["connections"]
     return found

@@ -1,19 +1,14 @@
 """deploy/prometheus and deploy/grafana by a real Prometheus that scrapes a real server: every rule
 is evaluated, and every panel has data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +18,7 @@ from kvtier.bench.processes.servers import answers, free_port
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Served
 from kvtier.started import Started
-from tests.admin_server import AdminServer, administered
+from tests.admin_server import administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.server_process import LAYOUT, attached, load, run, save
@@ -35,23 +30,23 @@ WINDOW = "1m"
 
 
 class Prometheus:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self._url = url
 
-    def ask(self, path: str, **query: str) -> Any:
+    def ask(self, path, **query):
         asked = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.urlopen(asked, timeout=DEADLINE_S) as reply:  # noqa: S310
             return json.load(reply)["data"]
 
-    def value(self, expression: str) -> list[float]:
+    def value(self, expression):
         return [float(one["value"][1]) for one in self.ask("query", query=expression)["result"]]
 
-    def rules(self) -> list[dict[str, Any]]:
+    def rules(self):
         return [rule for group in self.ask("rules")["groups"] for rule in group["rules"]]
 
 
 @contextmanager
-def scraping(port: int, folder: Path) -> Iterator[Prometheus]:
+def scraping(port, folder):
     """Prometheus with the configuration of deploy/prometheus, faster, and without the engine that
     is not there."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
@@ -77,7 +72,7 @@ def scraping(port: int, folder: Path) -> Iterator[Prometheus]:
         yield Prometheus(url)
 
 
-def use(server: AdminServer, times: int) -> None:
+def use(server, times):
     named = replace(LAYOUT, model="tiny")
     with attached(
         Started(Config().with_keys(server=str(server.address))).access(str(server.address), named)
@@ -89,15 +84,15 @@ def use(server: AdminServer, times: int) -> None:
             client.served(Served(60, {"ram": 30}, run(prompt, 3)[:2], 10))
 
 
-def filled(expression: str) -> str:
+def filled(expression):
     return expression.replace("$__rate_interval", WINDOW).replace("$instance", ".*")
 
 
-def names(expression: str) -> set[str]:
+def names(expression):
     return set(re.findall(r"\bkvtier_[a-z_]+", expression))
 
 
-def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path: Path) -> None:
+def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path):
     board = json.loads((DEPLOY / "grafana/kvtier.json").read_text())
     with administered(slot_bytes=8192) as server, scraping(server.port, tmp_path) as prometheus:
         use(server, 20)
@@ -142,7 +137,7 @@ def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path: Path) -> Non
         assert variable and variable[1] in there
 
 
-def test_an_alert_fires_for_what_it_is_for(tmp_path: Path) -> None:
+def test_an_alert_fires_for_what_it_is_for(tmp_path):
     rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
     with administered() as server, scraping(server.port, tmp_path) as prometheus:
         (gone,) = [rule for rule in rules["groups"][0]["rules"] if rule["alert"] == "KvtierGone"]
@@ -153,7 +148,7 @@ def test_an_alert_fires_for_what_it_is_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["prometheus.yml", "fleet.yml"])
-def test_promtool_finds_nothing_wrong(tmp_path: Path, file: str) -> None:
+def test_promtool_finds_nothing_wrong(tmp_path, file):
     if shutil.which("promtool") is None:
         pytest.skip("there is no promtool")
     token = tmp_path / "token"

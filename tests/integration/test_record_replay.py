@@ -1,19 +1,15 @@
 """A day is recorded, simulated and replayed, as README says: ``engine.record``, ``kvtier simulate``
 and ``kvtier replay``."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.bench.traces.mooncake import lines_of
 from kvtier.cli.main import main
-from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
@@ -32,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 CHUNKS = 64
 
 
-def chats(turns: int, seed: int = 3) -> list[tuple[int, list[int]]]:
+def chats(turns, seed=3):
     """Conversations by number, each turn with all tokens so far."""
     draw, going, found = random.Random(seed), dict[int, list[int]](), list[tuple[int, list[int]]]()
     for number in range(turns):
@@ -47,7 +43,7 @@ def chats(turns: int, seed: int = 3) -> list[tuple[int, list[int]]]:
     return found
 
 
-def trace_file(folder: Path, turns: int) -> Path:
+def trace_file(folder, turns):
     ids, lines = dict[ChunkKey, int](), list[str]()
     for at, (_, tokens) in enumerate(chats(turns)):
         keys = [ids.setdefault(key, len(ids)) for key in LAYOUT.keys(tokens)]
@@ -58,13 +54,13 @@ def trace_file(folder: Path, turns: int) -> Path:
     return path
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
+def said(capsys, *words, status=0):
     capsys.readouterr()
     assert main([*words, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
-def ask(client: Client, chat: int, tokens: list[int]) -> int:
+def ask(client, chat, tokens):
     keys, session = LAYOUT.keys(tokens), f"chat {chat}"
     with client.load(keys, asker=Asker(session, 512 * len(keys))) as lease:
         hits = lease.poll().ready
@@ -73,7 +69,7 @@ def ask(client: Client, chat: int, tokens: list[int]) -> int:
     return hits
 
 
-def test_what_a_server_records_is_simulated_to_its_own_counters(tmp_path, capsys) -> None:
+def test_what_a_server_records_is_simulated_to_its_own_counters(tmp_path, capsys):
     record = tmp_path / "record"
     asked = hits = 0
     with serving(ram_bytes=CHUNKS * SLOT, policy="lru", record=record) as server:
@@ -91,7 +87,7 @@ def test_what_a_server_records_is_simulated_to_its_own_counters(tmp_path, capsys
     assert [found[0][name] for name in ("requests", "asked", "ram")] == [300, asked, hits]
 
 
-def test_hints_are_recorded_and_simulated(tmp_path, capsys) -> None:
+def test_hints_are_recorded_and_simulated(tmp_path, capsys):
     record, hits, often = tmp_path / "record", 0, list(range(7))
     with (
         serving(ram_bytes=24 * SLOT, policy="lru", record=record) as server,
@@ -115,8 +111,8 @@ def test_hints_are_recorded_and_simulated(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("speed", [None, "100"])
-def test_what_is_kept_for_a_time_is_replayed(speed, tmp_path, capsys) -> None:
-    def line(at_s: float, ids: list[int], **more: Any) -> str:
+def test_what_is_kept_for_a_time_is_replayed(speed, tmp_path, capsys):
+    def line(at_s, ids, **more):
         asked = {"timestamp": 1000 * at_s, "input_length": 512 * len(ids), "hash_ids": ids}
         return json.dumps(asked | more)
 
@@ -139,7 +135,7 @@ def test_what_is_kept_for_a_time_is_replayed(speed, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize(("policy", "below"), [("lru", 0), ("auto", 256)])
-def test_a_replay_hits_what_the_simulator_says(policy, below, tmp_path, capsys) -> None:
+def test_a_replay_hits_what_the_simulator_says(policy, below, tmp_path, capsys):
     trace = trace_file(tmp_path, 500)
     lower: Any = {"nvme_path": tmp_path / "nvme", "nvme_bytes": below * SLOT} if below else {}
     sizes = ["--ram", str(CHUNKS), "--policy", policy]
@@ -161,7 +157,7 @@ def test_a_replay_hits_what_the_simulator_says(policy, below, tmp_path, capsys) 
     assert (again["requests"], again["wrong_bytes"]) == (9, 0)
 
 
-def test_a_server_records_how_requests_ended(tmp_path, capsys) -> None:
+def test_a_server_records_how_requests_ended(tmp_path, capsys):
     with (
         serving(record=tmp_path) as server,
         attached(server.access()) as one,

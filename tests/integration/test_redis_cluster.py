@@ -1,11 +1,8 @@
 """Real clusters and a real Sentinel, as an operator has them: by ``redis_url``, through ``kvtier
 serve`` and a client, and through the commands."""
 
-from __future__ import annotations
-
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
@@ -14,8 +11,6 @@ import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.cli.main import main
-from kvtier.client.client import Client
-from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.redis.nodes import slot_of
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer, cluster_url, redis_cluster, redis_sentinel
@@ -37,14 +32,14 @@ RUNS = [run(prompt, 1) for prompt in range(CHUNKS)]
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[list[RedisServer]]:
+def nodes():
     """Nodes that serve what they have while another one is down."""
     with redis_cluster(cluster_require_full_coverage="no", maxmemory="8gb") as servers:
         yield servers
 
 
 @pytest.fixture(autouse=True)
-def empty(request: pytest.FixtureRequest) -> None:
+def empty(request):
     """A test finds no chunks of the test before."""
     for server in request.getfixturevalue("nodes") if "nodes" in request.fixturenames else ():
         with server.admin() as admin:
@@ -52,7 +47,7 @@ def empty(request: pytest.FixtureRequest) -> None:
 
 
 @contextmanager
-def served(url: str, *, patient: bool = True, ram_bytes: int = 8 * SLOT) -> Iterator[ServerProcess]:
+def served(url, *, patient=True, ram_bytes=8 * SLOT):
     """A kvtier server whose RAM holds few of the chunks."""
     with short_folder() as folder:
         few: dict[str, Any] = {"ram_bytes": ram_bytes, "redis_bytes": "32MiB"}
@@ -60,22 +55,22 @@ def served(url: str, *, patient: bool = True, ram_bytes: int = 8 * SLOT) -> Iter
             yield server
 
 
-def saved(client: Client, runs: Sequence[list[ChunkKey]] = RUNS, already: int = 0) -> None:
+def saved(client, runs=RUNS, already=0):
     """Save the runs, in steps that RAM has room for, until Redis has them all."""
     for index, keys in enumerate(runs):
         save(client, keys)
         wait_for(lambda done=already + index + 1: held(client) >= done, "Redis has it")  # type: ignore[misc]
 
 
-def held(client: Client) -> int:
+def held(client):
     return client.stats().get("redis_held", 0)
 
 
-def had(client: Client, runs: Sequence[list[ChunkKey]] = RUNS) -> list[int]:
+def had(client, runs=RUNS):
     return [index for index, keys in enumerate(runs) if load(client, keys)]
 
 
-def on_node(server: RedisServer) -> set[int]:
+def on_node(server):
     with server.admin() as admin:
         nodes = admin.execute_command("CLUSTER NODES").values()
         (mine,) = [node for node in nodes if "myself" in node["flags"]]
@@ -83,7 +78,7 @@ def on_node(server: RedisServer) -> set[int]:
     return {index for index, (key,) in enumerate(RUNS) if slot_of(key.hex().encode()) in slots}
 
 
-def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_only(nodes) -> None:
+def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_only(nodes):
     url = f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
     theirs = on_node(nodes[2])
     others = set(range(CHUNKS)) - theirs
@@ -92,10 +87,10 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
         saved(client)
     with served(url, patient=False) as server, attached(server.access()) as client:
 
-        def all_had() -> bool:
+        def all_had():
             return had(client) == list(range(CHUNKS))
 
-        def only_theirs_are_away() -> bool:
+        def only_theirs_are_away():
             found = set(had(client))
             return others <= found and not theirs & found - in_ram(client)
 
@@ -113,17 +108,17 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
         )
 
 
-def in_ram(client: Client) -> set[int]:
+def in_ram(client):
     return {index for index, keys in enumerate(RUNS) if client.lookup(keys).ready}
 
 
-def dbsize(server: RedisServer) -> int:
+def dbsize(server):
     with server.admin() as admin:
         return int(admin.dbsize())
 
 
 @contextmanager
-def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
+def watched_pair():
     """A primary, its replica, and the URL by which a Sentinel is asked. One of its two seeds is
     down."""
     with ExitStack() as stack:
@@ -143,7 +138,7 @@ def watched_pair() -> Iterator[tuple[RedisServer, RedisServer, str]]:
         yield primary, replica, f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/main"
 
 
-def test_a_failover_by_sentinel_is_followed() -> None:
+def test_a_failover_by_sentinel_is_followed():
     with (
         watched_pair() as (primary, replica, url),
         served(url) as server,
@@ -164,7 +159,7 @@ def test_a_failover_by_sentinel_is_followed() -> None:
         )
 
 
-def knows_replica(url: str) -> bool:
+def knows_replica(url):
     port = url.rpartition(":")[2].partition("/")[0]
     told = subprocess.run(
         ["redis-cli", "-p", port, "SENTINEL", "REPLICAS", "main"], capture_output=True, check=True
@@ -176,10 +171,10 @@ def knows_replica(url: str) -> bool:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+def command(monkeypatch, capfd):
     """Runs a command with this redis_url. Returns its status, and what it printed."""
 
-    def run_(url: str, *words: str) -> tuple[int, str]:
+    def run_(url, *words):
         monkeypatch.setenv("KVTIER_REDIS_URL", url)
         monkeypatch.setenv("KVTIER_RAM_BYTES", "64MiB")
         capfd.readouterr()
@@ -189,7 +184,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
     return run_
 
 
-def test_doctor_plan_and_config_know_a_cluster(nodes: list[RedisServer], command: Any) -> None:
+def test_doctor_plan_and_config_know_a_cluster(nodes, command):
     url = cluster_url(nodes)
     _, told = command(url, "doctor", "--no-engine", "--json")
     found = {finding["check"]: finding for finding in json.loads(told)["findings"]}

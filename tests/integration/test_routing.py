@@ -1,16 +1,11 @@
 """deploy/routing: the routers with the files that lie there, real processes in front of two engines
 that are stubs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.cookiejar import CookieJar
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +13,7 @@ from kvtier.bench.multi_turn.arms import ARMS
 from kvtier.bench.multi_turn.fleet import router
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
-from tests.stub_engine import StubEngine, stub_engines
+from tests.stub_engine import stub_engines
 
 ROUTING = ROOT / "deploy/routing"
 VLLM_ROUTER = ["sh", str(ROUTING / "vllm-router.sh")]
@@ -27,15 +22,13 @@ TURNS = 3
 
 
 class Asker:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url = url
         self._url = f"{url}/v1/completions"
         jar = urllib.request.HTTPCookieProcessor(CookieJar())
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), jar)
 
-    def ask(
-        self, prompt: str | list[int] = "ba", headers: dict[str, str] | None = None, **body: Any
-    ) -> str:
+    def ask(self, prompt="ba", headers=None, **body):
         data = json.dumps(body | {"model": "stub", "prompt": prompt, "max_tokens": 1}).encode()
         request = urllib.request.Request(  # noqa: S310
             self._url, data, {"Content-Type": "application/json"} | (headers or {})
@@ -45,7 +38,7 @@ class Asker:
             return str(reply.headers.get("X-Engine", ""))
 
 
-def haproxy_command(folder: Path) -> list[str]:
+def haproxy_command(folder):
     """HAProxy with the files of deploy/routing, which waits longer on a busy host: for a lookup,
     and before an engine that does not answer its checks is no more asked."""
     for name, given, more in (
@@ -59,9 +52,7 @@ def haproxy_command(folder: Path) -> list[str]:
 
 
 @contextmanager
-def routed(
-    command: list[str], folder: Path, arm: str = "sticky"
-) -> Iterator[tuple[str, list[StubEngine]]]:
+def routed(command, folder, arm="sticky"):
     with (
         stub_engines(2) as engines,
         router(command, ARMS[arm], engines, folder / "router.log") as url,
@@ -70,21 +61,21 @@ def routed(
 
 
 @pytest.fixture(name="haproxy")
-def haproxy_(tmp_path: Path) -> Iterator[tuple[str, list[StubEngine]]]:
+def haproxy_(tmp_path):
     if shutil.which("haproxy") is None:
         pytest.skip("there is no haproxy")
     with routed(haproxy_command(tmp_path), tmp_path) as both:
         yield both
 
 
-def with_vllm_router(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_vllm_router(monkeypatch):
     places = sorted(ROOT.glob(".venv-peers/vllm-router-*/bin"))
     if not places:
         pytest.skip("vllm-router is not installed (make peers)")
     monkeypatch.setenv("PATH", str(places[0]), prepend=":")
 
 
-def answered_by(engines: list[StubEngine], ask: Callable[[], object]) -> int:
+def answered_by(engines, ask):
     before = [len(engine.asked) for engine in engines]
     ask()
     (found,) = (place for place, engine in enumerate(engines) if len(engine.asked) > before[place])
@@ -92,7 +83,7 @@ def answered_by(engines: list[StubEngine], ask: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("by", ["header", "user", "cookie"])
-def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(haproxy, by) -> None:
+def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(haproxy, by):
     url, engines = haproxy
     askers = [Asker(url) for _ in range(CONVERSATIONS)]
     seen: dict[int, set[str]] = {}
@@ -107,7 +98,7 @@ def test_a_conversation_keeps_its_engine_and_new_ones_are_spread(haproxy, by) ->
     assert [len(engine.asked) for engine in engines] == [CONVERSATIONS * TURNS // 2] * 2
 
 
-def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy) -> None:
+def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy):
     url, _ = haproxy
     gateway = Asker(url)
     gateway.ask()
@@ -117,7 +108,7 @@ def test_one_clients_cookie_does_not_tie_its_conversations_together(haproxy) -> 
 
 
 @pytest.mark.parametrize("by", ["header", "cookie"])
-def test_a_dead_engines_conversations_go_to_another_one_and_stay(haproxy, by) -> None:
+def test_a_dead_engines_conversations_go_to_another_one_and_stay(haproxy, by):
     url, engines = haproxy
     asker = Asker(url)
     headers = {"X-Session-Id": "c"} if by == "header" else {}
@@ -129,7 +120,7 @@ def test_a_dead_engines_conversations_go_to_another_one_and_stay(haproxy, by) ->
     assert names == {f"engine-{2 - dead}"}
 
 
-def test_a_request_whose_engine_dies_before_it_answers_is_asked_of_another(haproxy) -> None:
+def test_a_request_whose_engine_dies_before_it_answers_is_asked_of_another(haproxy):
     url, engines = haproxy
     asker = Asker(url)
     name = asker.ask(headers={"X-Session-Id": "c"})
@@ -140,16 +131,14 @@ def test_a_request_whose_engine_dies_before_it_answers_is_asked_of_another(hapro
     assert sum(body["prompt"] == long for engine in engines for body, _ in engine.asked) == 1
 
 
-def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(
-    tmp_path, monkeypatch
-) -> None:
+def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(tmp_path, monkeypatch):
     with_vllm_router(monkeypatch)
     with routed(VLLM_ROUTER, tmp_path) as (url, engines):
         homes = {}
         for number in range(CONVERSATIONS):
             headers = {"X-Session-Id": f"c{number}"}
             asked = [
-                answered_by(engines, lambda h=headers: Asker(url).ask(headers=h))  # type: ignore[misc]
+                answered_by(engines, lambda h=headers: Asker(url).ask(headers=h))
                 for _ in range(TURNS)
             ]
             assert len(set(asked)) == 1, (number, asked)
@@ -159,7 +148,7 @@ def test_vllm_router_keeps_a_conversation_and_moves_it_when_its_engine_dies(
         moved = next(number for number, home in homes.items() if home == 0)
         headers = {"X-Session-Id": f"c{moved}"}
 
-        def answered() -> bool:
+        def answered():
             try:
                 return answered_by(engines, lambda: Asker(url).ask(headers=headers)) == 1
             except (OSError, ValueError):

@@ -2,14 +2,11 @@
 every command that has it, rightly and wrongly, and then looked for in all that was said and
 written."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,19 +33,19 @@ OTHERS = "lmcaches-pass-c0ffee", "lmcaches-token-abad1d"
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def place():
     with short_folder() as folder:
         yield folder
 
 
-def secret_file(folder: Path, name: str, text: str) -> str:
+def secret_file(folder, name, text):
     path = folder / name
     path.write_text(text + "\n")
     path.chmod(0o600)
     return str(path)
 
 
-def secrets_in(folder: Path) -> list[str]:
+def secrets_in(folder):
     """Everything that must not be told, those in files line by line."""
     lines = [
         line
@@ -59,14 +56,14 @@ def secrets_in(folder: Path) -> list[str]:
     return [KEY.hex(), TOKEN, ADMIN_TOKEN, PASSWORD, *OTHERS, *lines]
 
 
-def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
+def said(words, env):
     command = [sys.executable, "-m", "kvtier", *words]
     with tempfile.NamedTemporaryFile("r") as log:
         with subprocess.Popen(
             command, env=bare() | dict(env), stdout=log.fileno(), stderr=subprocess.STDOUT
         ) as process:
 
-            def done() -> bool:
+            def done():
                 return process.poll() is not None or "serving at" in Path(log.name).read_text()
 
             wait_for(done, f"{words} ends or serves")
@@ -76,7 +73,7 @@ def said(words: tuple[str, ...], env: Mapping[str, str]) -> str:
     return out
 
 
-def commands(folder: Path) -> list[tuple[str, ...]]:
+def commands(folder):
     return [
         ("config",),
         ("config", "--yaml"),
@@ -86,7 +83,7 @@ def commands(folder: Path) -> list[tuple[str, ...]]:
     ]
 
 
-def settings(folder: Path, redis_url: str) -> dict[str, str]:
+def settings(folder, redis_url):
     """Every key that holds or names a secret."""
     certificate, key = make_certificate(folder, "server")
     return {
@@ -105,7 +102,7 @@ def settings(folder: Path, redis_url: str) -> dict[str, str]:
     }
 
 
-def tells(folder: Path, env: Mapping[str, str], *only: str) -> None:
+def tells(folder, env, *only):
     """Run the commands and look for every secret in what they say."""
     for words in commands(folder):
         if not only or words[0] in only:
@@ -116,7 +113,7 @@ def tells(folder: Path, env: Mapping[str, str], *only: str) -> None:
 
 
 @pytest.mark.redis
-def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
+def test_a_whole_run_with_every_secret_tells_none(place):
     with RedisServer(requirepass=PASSWORD) as redis:
         url = redis.url.replace("redis://", f"redis://default:{PASSWORD}@")
         env = settings(place, url)
@@ -149,7 +146,7 @@ def test_a_whole_run_with_every_secret_tells_none(place: Path) -> None:
     ],
     ids=", ".join,
 )
-def test_what_is_given_wrongly_is_not_told_either(place: Path, wrong: dict[str, str]) -> None:
+def test_what_is_given_wrongly_is_not_told_either(place, wrong):
     env = settings(place, "redis://127.0.0.1:1/0") | wrong
     only = ("config", "doctor", "serve") if "KVTIER_REDIS_URL" in wrong else ("config", "serve")
     tells(place, {name: value for name, value in env.items() if value}, *only)
@@ -157,7 +154,7 @@ def test_what_is_given_wrongly_is_not_told_either(place: Path, wrong: dict[str, 
 
 @pytest.mark.parametrize("name", ["encryption", "token", "admin", "server.key"])
 @pytest.mark.parametrize("harm", ["open to all", "cut", "lengthened"])
-def test_a_secret_file_that_is_refused_is_not_told(place: Path, name: str, harm: str) -> None:
+def test_a_secret_file_that_is_refused_is_not_told(place, name, harm):
     env = settings(place, "redis://127.0.0.1:1/0")
     del env["KVTIER_REDIS_URL"], env["KVTIER_REDIS_BYTES"]
     file = place / name
@@ -179,7 +176,7 @@ def test_a_secret_file_that_is_refused_is_not_told(place: Path, name: str, harm:
 
 
 @pytest.mark.parametrize("way", ["file", "environment"])
-def test_lmcaches_secrets_are_not_told(place: Path, way: str) -> None:
+def test_lmcaches_secrets_are_not_told(place, way):
     password, token = OTHERS
     extra = {"redis_password": password, "auth": {"token": token}, "sentinels": [password]}
     env: dict[str, str] = {"LMCACHE_REMOTE_URL": f"redis://u:{password}@127.0.0.1:1"}
@@ -198,13 +195,13 @@ def test_lmcaches_secrets_are_not_told(place: Path, way: str) -> None:
     assert not any(one in told for one in OTHERS)
 
 
-def test_a_value_without_end_is_cut(place: Path) -> None:
+def test_a_value_without_end_is_cut(place):
     with pytest.raises(ConfigError) as error:
         load(env={"KVTIER_POLICY": "x" * 100_000})
     assert len(str(error.value)) < 1000
 
 
-def test_a_tls_key_that_every_user_may_read_is_refused(place: Path) -> None:
+def test_a_tls_key_that_every_user_may_read_is_refused(place):
     certificate, key = make_certificate(place, "server")
     key.chmod(0o644)
     files: dict[str, Any] = {
@@ -224,16 +221,16 @@ def test_a_tls_key_that_every_user_may_read_is_refused(place: Path) -> None:
 # ---- the encryption key --------------------------------------------------------------------------
 
 
-def windows(secret: bytes, size: int = 4) -> list[bytes]:
+def windows(secret, size=4):
     return [secret[at : at + size] for at in range(len(secret) - size + 1)]
 
 
-def test_the_name_of_a_key_is_the_digest_that_chunks_of_earlier_versions_carry() -> None:
+def test_the_name_of_a_key_is_the_digest_that_chunks_of_earlier_versions_carry():
     assert key_name(bytes(range(32))).hex() == "f2417028aa8a8d36"
 
 
 @pytest.mark.redis
-def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: Path) -> None:
+def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place):
     with RedisServer() as redis:
         where: dict[str, Any] = {
             "nvme_path": place / "nvme",
@@ -265,7 +262,7 @@ def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place: 
         assert [part for part in windows(KEY, 8) if part in sealed] == []
 
 
-def test_an_embedded_store_says_which_key_and_not_the_key(place, caplog) -> None:
+def test_an_embedded_store_says_which_key_and_not_the_key(place, caplog):
     caplog.set_level("DEBUG")
     config = Config().with_keys(
         ram_bytes=8 * SLOT,

@@ -1,11 +1,8 @@
 """A real ``kvtier serve`` with the one switch, by README's words, on a machine of its own size."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,27 +31,27 @@ class Alone(ServerProcess):
     """README's command behind the fence, at a socket that is seen from outside. ``ram_bytes``: what
     the operator sets by hand, besides the switch."""
 
-    def __init__(self, folder: Path, enter: str, ram_bytes: str = "") -> None:
+    def __init__(self, folder, enter, ram_bytes=""):
         super().__init__(folder, own_python=True, ram_bytes=ram_bytes)
         name, _, value = SWITCH.partition("=")
         self._env[name] = value
         words = [self._command[0], "-m", *SERVE[:-1], f"unix://{self.socket}"]
         self._command = ["unshare", "-m", "sh", "-c", f'{enter} && exec "$@"', "sh", *words]
 
-    def sizes(self) -> dict[str, str]:
+    def sizes(self):
         line = re.findall(r"auto-config: (ram_bytes .*); 'kvtier plan'", self.said())[-1]
         return dict(re.findall(r"(ram_bytes|nvme_path|nvme_bytes) ([^,;(]+[^,;( ])", line))
 
 
 @contextmanager
-def outside() -> Iterator[Path]:
+def outside():
     """A folder that the fence does not cover."""
     with tempfile.TemporaryDirectory(prefix="kvt", dir="/dev/shm") as folder:
         yield Path(folder)
 
 
 @pytest.mark.slow
-def test_a_server_takes_its_part_of_the_machine_says_why_and_is_warm_again(tmp_path: Path) -> None:
+def test_a_server_takes_its_part_of_the_machine_says_why_and_is_warm_again(tmp_path):
     require_free(MEMORY)
     with fence(tmp_path, MEMORY, DISK) as (disk, enter), outside() as folder:
         with Alone(folder, enter) as server:
@@ -83,7 +80,7 @@ def test_a_server_takes_its_part_of_the_machine_says_why_and_is_warm_again(tmp_p
                 assert load(client, run(1, 4, LAYOUT)) == ["nvme"] * 4
 
 
-def test_a_server_without_room_does_not_start_and_gives_every_number(tmp_path: Path) -> None:
+def test_a_server_without_room_does_not_start_and_gives_every_number(tmp_path):
     with memory_cgroup(GIB) as group, short_folder() as folder:
         server = ServerProcess(
             folder, flags=("--auto", "true"), ram_bytes="", nvme_path=tmp_path / "nvme"

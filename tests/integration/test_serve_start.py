@@ -1,8 +1,6 @@
 """The start of a real ``kvtier serve``: what it tries before it lets engines in, and what it tells
 systemd."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -10,11 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +28,7 @@ MIB = 1 << 20
 administered = partial(in_any_python, own_python=True)
 
 
-def refused(**settings: Any) -> str:
+def refused(**settings):
     with short_folder() as folder:
         return ServerProcess(folder, **settings).refusal()
 
@@ -64,10 +59,10 @@ def refused(**settings: Any) -> str:
     ],
     ids=["no room", "a file", "no key", "no whole pages", "more RAM than there is"],
 )
-def test_what_can_never_be_had_fails_the_start(tmp_path, given, words) -> None:
+def test_what_can_never_be_had_fails_the_start(tmp_path, given, words):
     (tmp_path / "file").touch()
 
-    def here(value: Any) -> Any:
+    def here(value):
         return value.replace("DIR", str(tmp_path)) if isinstance(value, str) else value
 
     said = refused(**{name: here(value) for name, value in given.items()})
@@ -88,7 +83,7 @@ def test_what_can_never_be_had_fails_the_start(tmp_path, given, words) -> None:
     ],
     ids=["a cluster's node", "a wrong password", "no size"],
 )
-def test_a_redis_that_can_never_be_used_fails_the_start(there, given, expected) -> None:
+def test_a_redis_that_can_never_be_used_fails_the_start(there, given, expected):
     with RedisServer(**there) as redis:
         assert expected in refused(redis_url=redis.url, **given)
 
@@ -96,13 +91,13 @@ def test_a_redis_that_can_never_be_used_fails_the_start(there, given, expected) 
 # ---- what the kernel would have killed -----------------------------------------------------------
 
 
-def _in_words(done: subprocess.CompletedProcess[str], group: Path) -> None:
+def _in_words(done, group):
     assert done.returncode == 2, done
     assert "ram_bytes=1 GiB" in done.stderr and f"of cgroup /{group.parent.name}" in done.stderr
     assert "Lower ram_bytes below" in done.stderr
 
 
-def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
+def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine():
     environment = bare(KVTIER_RAM_BYTES="1GiB", KVTIER_ADMIN="off")
     engine = (
         "import sys; from kvtier.assemble import assemble; from kvtier.core.chunk import "
@@ -122,7 +117,7 @@ def test_ram_beyond_the_cgroup_is_an_error_in_serve_launch_and_engine() -> None:
             _in_words(ran(command, environment), group)
 
 
-def test_ram_within_the_cgroup_is_touched_to_the_last_page() -> None:
+def test_ram_within_the_cgroup_is_touched_to_the_last_page():
     with (
         memory_cgroup(512 * MIB) as group,
         administered(ram_bytes=256 * MIB, slot_bytes=MIB, nvme_path=None, nvme_bytes=None) as plain,
@@ -138,7 +133,7 @@ def test_ram_within_the_cgroup_is_touched_to_the_last_page() -> None:
 # ---- a size of chunk that is known ---------------------------------------------------------------
 
 
-def test_with_a_size_everything_is_there_before_the_first_engine() -> None:
+def test_with_a_size_everything_is_there_before_the_first_engine():
     with administered(slot_bytes=SLOT) as server:
         wait_for(lambda: server.ask("GET", "/healthz/ready").status == 200, "ready")
         stats = server.ask("GET", "/v1/stats").body
@@ -153,7 +148,7 @@ def test_with_a_size_everything_is_there_before_the_first_engine() -> None:
             assert load(client, run(1, 2)) == ["ram"] * 2
 
 
-def test_with_a_size_a_folder_that_is_taken_fails_the_start() -> None:
+def test_with_a_size_a_folder_that_is_taken_fails_the_start():
     with administered(slot_bytes=SLOT) as first, short_folder() as folder:
         wait_for(lambda: first.ask("GET", "/healthz/ready").status == 200, "ready")
         nvme = first.socket.parents[1] / "nvme"
@@ -162,7 +157,7 @@ def test_with_a_size_a_folder_that_is_taken_fails_the_start() -> None:
     assert "Traceback" not in said
 
 
-def test_without_a_size_the_log_says_who_decides_it() -> None:
+def test_without_a_size_the_log_says_who_decides_it():
     with administered() as server:
         assert "slot_bytes is not set: the first engine decides it" in server.said()
 
@@ -172,7 +167,7 @@ def test_without_a_size_the_log_says_who_decides_it() -> None:
 
 @pytest.mark.redis
 @pytest.mark.parametrize(("slot_bytes", "bytes_"), [(None, None), (SLOT, MIB)])
-def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes, bytes_) -> None:
+def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes, bytes_):
     with RedisServer(maxmemory="64mb") as redis:
         redis.kill()
         settings = {
@@ -203,7 +198,7 @@ def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes, bytes_) ->
                 server.access()
             ) as client:  # a tier that was given up is tried again when it is asked for
 
-                def well() -> bool:
+                def well():
                     load(client, run(99, 1))
                     return not server.ask("GET", "/healthz").body["trouble"]
 
@@ -214,7 +209,7 @@ def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes, bytes_) ->
             assert server.metric("kvtier_trouble") == 0
 
 
-def _held(server: AdminServer) -> int:
+def _held(server):
     (size_class,) = server.ask("GET", "/v1/stats").body["size_classes"]
     return sum(tier["held"] for tier in size_class["tiers"] if tier["tier"] == "redis")
 
@@ -222,7 +217,7 @@ def _held(server: AdminServer) -> int:
 # ---- what is said of it --------------------------------------------------------------------------
 
 
-def test_the_configuration_is_logged_once_and_without_passwords() -> None:
+def test_the_configuration_is_logged_once_and_without_passwords():
     with administered(redis_url="redis://me:S3cret@127.0.0.1:1/0", redis_bytes="1MiB") as server:
         (line,) = re.findall(r"configuration: (.*)", server.said())
         assert "ram_bytes=256 KiB (environment KVTIER_RAM_BYTES)" in line
@@ -235,18 +230,18 @@ def test_the_configuration_is_logged_once_and_without_passwords() -> None:
 
 
 @contextmanager
-def manager(address: str) -> Iterator[socket.socket]:
+def manager(address):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(address)
         sock.settimeout(DEADLINE_S)
         yield sock
 
 
-def told(sock: socket.socket) -> dict[str, str]:
+def told(sock):
     return dict(line.split("=", 1) for line in sock.recv(4096).decode().splitlines())
 
 
-def test_systemd_is_told_ready_alive_and_stopping() -> None:
+def test_systemd_is_told_ready_alive_and_stopping():
     with short_folder() as folder:
         name = f"@{folder}/notify"
         with manager(name.replace("@", "\0")) as sock:
@@ -266,7 +261,7 @@ def test_systemd_is_told_ready_alive_and_stopping() -> None:
                 wait_for(lambda: "STOPPING" in told(sock), "stopping")
 
 
-def test_systemd_is_told_what_is_wrong_and_a_manager_that_is_gone_stops_nobody() -> None:
+def test_systemd_is_told_what_is_wrong_and_a_manager_that_is_gone_stops_nobody():
     with short_folder() as folder:
         with manager(f"{folder}/notify") as sock:
             server = ServerProcess(
@@ -285,7 +280,7 @@ def test_systemd_is_told_what_is_wrong_and_a_manager_that_is_gone_stops_nobody()
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_socket_that_systemd_has_made_is_taken_and_left(mode: int) -> None:
+def test_a_socket_that_systemd_has_made_is_taken_and_left(mode):
     """As sd_listen_fds(3) says: descriptor 3, and the number of the process. Another socket before
     it is not taken."""
     with short_folder() as folder, socket.socket(socket.AF_UNIX) as other:

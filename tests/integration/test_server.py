@@ -1,13 +1,9 @@
 """Real server processes and their clients on this host: sharing, isolation, quotas, bounds in time,
 socket files."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -37,13 +33,13 @@ NVME = 1 << 20
 
 
 @pytest.fixture
-def server() -> Iterator[ServerProcess]:
+def server():
     with serving() as server:
         yield server
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
+def client(server):
     with attached(server.access()) as client:
         yield client
 
@@ -51,7 +47,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
 # ---- the Store's surface -------------------------------------------------------------------------
 
 
-def test_what_one_engine_saved_another_loads(server: ServerProcess, client: Client) -> None:
+def test_what_one_engine_saved_another_loads(server, client):
     assert save(client, run(1, 5)) == 5
     with attached(server.access()) as other:
         assert other.lookup(run(1, 8)).progress == Progress(5, 0)
@@ -63,9 +59,7 @@ def test_what_one_engine_saved_another_loads(server: ServerProcess, client: Clie
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
-def test_slots_of_answers_that_come_too_late_are_given_back(
-    server, client, monkeypatch, call
-) -> None:
+def test_slots_of_answers_that_come_too_late_are_given_back(server, client, monkeypatch, call):
     keys = run(1, 24)
     assert save(client, keys) == 24
     for prompt in range(2, 5):
@@ -79,9 +73,7 @@ def test_slots_of_answers_that_come_too_late_are_given_back(
     assert save(client, run(9, 24)) == 24
 
 
-def test_a_run_that_is_longer_than_a_message_is_asked_for_as_far_as_one_goes(
-    client, monkeypatch
-) -> None:
+def test_a_run_that_is_longer_than_a_message_is_asked_for_as_far_as_one_goes(client, monkeypatch):
     keys = run(1, 10)
     save(client, keys)
     monkeypatch.setattr(wire, "MAX_KEYS", 4)
@@ -95,7 +87,7 @@ def test_a_run_that_is_longer_than_a_message_is_asked_for_as_far_as_one_goes(
     assert [client.known([key]) for key in keys] == [[False]] * 10
 
 
-def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
+def test_a_worker_maps_the_pool_by_its_path(client):
     pool = client.pool
     assert pool is not None
     worker = (
@@ -109,7 +101,7 @@ def test_a_worker_maps_the_pool_by_its_path(client: Client) -> None:
         assert bytes(lease.views()[0][:4]) == b"mine"
 
 
-def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
+def test_chunks_come_back_from_nvme_after_a_restart_and_say_so():
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, attached(server.access()) as client:
@@ -133,11 +125,11 @@ def test_chunks_come_back_from_nvme_after_a_restart_and_say_so() -> None:
 # ---- who may have what ---------------------------------------------------------------------------
 
 
-def of_size(slot_bytes: int) -> ChunkLayout:
+def of_size(slot_bytes):
     return ChunkLayout(fingerprint({"slot": slot_bytes}), 1, 1, (slot_bytes,))
 
 
-def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerProcess) -> None:
+def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server):
     with attached(server.access(of_size(64 * SLOT)), later=True) as client:
         assert (client.pool, client.lookup(run(1, 2)).progress) == (None, Progress(0, 0))
         assert save(client, run(1, 2)) == 0
@@ -146,7 +138,7 @@ def test_an_engine_that_cannot_be_served_goes_on_without_a_cache(server: ServerP
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> None:
+def test_another_user_may_not_attach(server, client):
     knock = (
         "import os, socket; os.setuid(65534); sock = socket.socket(socket.AF_UNIX);"
         f"sock.connect({str(server.socket)!r}); print(sock.recv(9))"
@@ -169,7 +161,7 @@ def test_another_user_may_not_attach(server: ServerProcess, client: Client) -> N
 # ---- socket files --------------------------------------------------------------------------------
 
 
-def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
+def test_a_stale_socket_is_replaced_and_a_live_one_is_not():
     with short_folder() as folder:
         server = ServerProcess(folder)
         with server:
@@ -192,7 +184,7 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not() -> None:
         (0o1777, "a folder of its own\n"),
     ],
 )
-def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None:
+def test_a_folder_that_others_may_write_is_refused(mode, mend):
     """The sticky bit, as of /tmp, does not keep others from being there first."""
     with short_folder() as folder:
         server = ServerProcess(folder)
@@ -204,7 +196,7 @@ def test_a_folder_that_others_may_write_is_refused(mode: int, mend: str) -> None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_refused() -> None:
+def test_a_folder_of_another_user_is_refused():
     with short_folder() as folder:
         server = ServerProcess(folder)
         server.socket.parent.mkdir(mode=0o755)
@@ -213,7 +205,7 @@ def test_a_folder_of_another_user_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
-def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
+def test_a_folder_that_others_may_enter_only_will_do(mode):
     with short_folder() as folder:
         server = ServerProcess(folder)
         server.socket.parent.mkdir()
@@ -225,7 +217,7 @@ def test_a_folder_that_others_may_enter_only_will_do(mode: int) -> None:
 # ---- bounded in time -----------------------------------------------------------------------------
 
 
-def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
+def test_an_engine_starts_without_its_server_and_gets_it_later():
     with short_folder() as folder:
         server = ServerProcess(folder)
         with attached(server.access(), later=True) as client:
@@ -238,14 +230,12 @@ def test_an_engine_starts_without_its_server_and_gets_it_later() -> None:
                 assert load(client, run(1, 2)) == ["ram"] * 2
 
 
-def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
-    server, client, monkeypatch
-) -> None:
+def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(server, client, monkeypatch):
     save(client, run(1, 4))
     waited: list[float] = []
     take = Attachment.take
 
-    def taking(attachment: Attachment, timeout_s: float) -> Any:
+    def taking(attachment, timeout_s):
         waited.append(timeout_s)
         return take(attachment, timeout_s)
 
@@ -267,7 +257,7 @@ def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
     hasty.close()
 
 
-def test_a_late_answer_goes_back_although_the_engine_is_idle(server, client) -> None:
+def test_a_late_answer_goes_back_although_the_engine_is_idle(server, client):
     save(client, run(1, 4))
     hasty = Client(server.access(), timeout_s=0.05)
     with server.paused():
@@ -276,7 +266,7 @@ def test_a_late_answer_goes_back_although_the_engine_is_idle(server, client) -> 
     hasty.close()
 
 
-def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
+def test_a_late_answer_to_a_lease_that_was_closed_meanwhile():
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, attached(server.access()) as client:
@@ -297,7 +287,7 @@ def test_a_late_answer_to_a_lease_that_was_closed_meanwhile() -> None:
             hasty.close()
 
 
-def test_a_load_that_was_ready_stays_readable_without_the_server(server, client) -> None:
+def test_a_load_that_was_ready_stays_readable_without_the_server(server, client):
     save(client, run(1, 3))
     lease, filling = client.load(run(1, 3)), client.save(run(2, 3))
     server.kill()
@@ -309,7 +299,7 @@ def test_a_load_that_was_ready_stays_readable_without_the_server(server, client)
     lease.close()
 
 
-def test_a_new_server_means_a_new_pool(server: ServerProcess, client: Client) -> None:
+def test_a_new_server_means_a_new_pool(server, client):
     before = client.pool
     assert before is not None
     lease = client.save(run(1, 3))

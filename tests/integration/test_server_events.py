@@ -1,22 +1,16 @@
 """What engines of a real server are told of its chunks: a picture that is true at rest, to the
 chunk, whatever they and others do, also after the server was gone."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kvtier.client import heard
-from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkKey
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
     LAYOUT,
     SLOT,
-    ServerProcess,
     at_rest,
     attached,
     run,
@@ -31,13 +25,13 @@ OPERATIONS = 2000
 
 
 class Picture:
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client):
         self.client = client
         self.watched = client.watch()
         self.held: set[tuple[str, ChunkKey]] = set()
         self.losses = 0
 
-    def hear(self) -> None:
+    def hear(self):
         changes = self.watched.changes()
         if changes is None:
             self.held.clear()
@@ -46,17 +40,17 @@ class Picture:
             name = self.watched.place_names[place]
             (self.held.add if there else self.held.discard)((name, key))
 
-    def where(self, keys: list[ChunkKey]) -> None:
+    def where(self, keys):
         self.hear()
         for key, places in zip(keys, self.watched.places(keys), strict=True):
             self.held.update((self.watched.place_names[place], key) for place in places)
 
-    def settle(self) -> None:
+    def settle(self):
         """Hear all that is to be heard at rest."""
         at_rest(self.client)
         told_all(self.watched, self.hear)
 
-    def true(self, keys: list[ChunkKey]) -> set[tuple[str, ChunkKey]]:
+    def true(self, keys):
         names = self.watched.place_names
         return {
             (names[place], key)
@@ -67,16 +61,16 @@ class Picture:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
+def server(tmp_path):
     with serving(nvme_path=tmp_path / "nvme", nvme_bytes=40 * SLOT) as server:
         yield server
 
 
-def every() -> list[ChunkKey]:
+def every():
     return [key for prompt in range(PROMPTS) for key in run(prompt, LENGTH)]
 
 
-def act(rng: random.Random, client: Client) -> None:
+def act(rng, client):
     keys = run(rng.randrange(PROMPTS), rng.randint(1, LENGTH))
     what = rng.random()
     if what < 0.45:
@@ -93,7 +87,7 @@ def act(rng: random.Random, client: Client) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_at_rest_the_picture_is_what_the_server_holds(server: ServerProcess, seed: int) -> None:
+def test_at_rest_the_picture_is_what_the_server_holds(server, seed):
     rng = random.Random(seed)
     with attached(server.access()) as client, attached(server.access()) as other:
         picture = Picture(client)
@@ -121,7 +115,7 @@ def test_at_rest_the_picture_is_what_the_server_holds(server: ServerProcess, see
         assert picture.held == picture.true(every()), "also when all that moves is others' doing"
 
 
-def test_an_engine_without_work_waits_until_its_last_save_is_told(server, monkeypatch) -> None:
+def test_an_engine_without_work_waits_until_its_last_save_is_told(server, monkeypatch):
     monkeypatch.setattr(heard, "_PATIENCE_S", DEADLINE_S)
     with attached(server.access()) as client:
         picture = Picture(client)
@@ -135,7 +129,7 @@ def test_an_engine_without_work_waits_until_its_last_save_is_told(server, monkey
         assert ("ram", run(1, 1)[0]) in picture.held
 
 
-def test_when_the_server_is_gone_nothing_is_promised_and_then_everything_anew(server) -> None:
+def test_when_the_server_is_gone_nothing_is_promised_and_then_everything_anew(server):
     keys = LAYOUT.keys([1, 2])
     with attached(server.access()) as client:
         picture = Picture(client)
@@ -145,7 +139,7 @@ def test_when_the_server_is_gone_nothing_is_promised_and_then_everything_anew(se
         assert len(picture.held) == 4
         server.stop()
 
-        def withdrawn() -> bool:
+        def withdrawn():
             picture.hear()
             return not picture.held
 

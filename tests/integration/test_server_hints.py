@@ -1,7 +1,5 @@
 """Hints of engines on a server's host, as they leave the engine and arrive."""
 
-from __future__ import annotations
-
 from kvtier.core.lookup import Asker
 from kvtier.eviction.hints import session_name
 from tests.admin_server import administered
@@ -9,7 +7,7 @@ from tests.child_process import wait_for
 from tests.server_process import at_rest, attached, run, save
 
 
-def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone() -> None:
+def test_a_session_is_closed_over_http_for_its_tenant_and_salt_alone():
     with administered() as server, attached(server.access(namespace="tenant")) as client:
         ended, other = run(1, 10), run(2, 10)
         for keys, name in (

@@ -1,9 +1,6 @@
 """An engine over two hosts, here over loopback: a server on each, of which the second is steered
 over TCP and lends its pool to workers beside it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -13,13 +10,12 @@ from kvtier.assemble import assemble_hosts
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.attachment import FarPool, SharedPool
 from kvtier.client.connect import Address, ServerAccess, enter, hello, join
-from kvtier.client.hosts import Hosts, HostsPool, slot_of
+from kvtier.client.hosts import HostsPool, slot_of
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError, TierError
 from kvtier.core.lookup import NO_LOOKUP
 from kvtier.started import Started
-from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import (
@@ -43,14 +39,14 @@ class Two(NamedTuple):
     port: int
     """Of the second one."""
 
-    def config(self, **other: object) -> Config:
+    def config(self, **other):
         first, second = f"unix://{self.servers[0].socket}", f"tcp://127.0.0.1:{self.port}"
         patience = int(1000 * DEADLINE_S)
         return Config().with_keys(
             **{"server": f"{first},{second}", "server_timeout_ms": patience} | other
         )
 
-    def name(self, host: int) -> bytes:
+    def name(self, host):
         welcomed = join(self.servers[host].address, None, b"", DEADLINE_S)
         welcomed.socket.close()
         assert not welcomed.descriptors
@@ -58,7 +54,7 @@ class Two(NamedTuple):
 
 
 @pytest.fixture
-def two() -> Iterator[Two]:
+def two():
     with ExitStack() as stack:
         one, other = (stack.enter_context(short_folder()) for _ in range(2))
         port = free_port()
@@ -68,13 +64,13 @@ def two() -> Iterator[Two]:
 
 
 @pytest.fixture
-def hosts(two: Two) -> Iterator[Hosts]:
+def hosts(two):
     made = assemble_hosts(Started(two.config()), LAYOUTS, [set(), set()])
     yield made
     made.close()
 
 
-def joined(two: Two, pool: HostsPool | None) -> SharedPool:
+def joined(two, pool):
     """The second host's pool, as a worker there maps it."""
     assert pool is not None
     far = pool.pools[1]
@@ -85,9 +81,7 @@ def joined(two: Two, pool: HostsPool | None) -> SharedPool:
     return SharedPool(far.slots, far.slot_bytes, *welcomed.descriptors)
 
 
-def parts(
-    lease: SaveLease | LoadLease, far: SharedPool
-) -> Iterator[tuple[memoryview, bytes | memoryview]]:
+def parts(lease, far):
     """Each host's part of each chunk in the lease, and what it must be."""
     assert isinstance(lease.pool, HostsPool)
     mapped = lease.pool.pools[0], far
@@ -99,7 +93,7 @@ def parts(
                 yield pool.view(slot), content(named, SLOT)
 
 
-def save(hosts: Hosts, far: SharedPool, keys: Sequence[ChunkKey] = KEYS) -> int:
+def save(hosts, far, keys=KEYS):
     with hosts.save(keys) as lease:
         for view, bytes_ in parts(lease, far):
             view[:] = bytes_
@@ -108,7 +102,7 @@ def save(hosts: Hosts, far: SharedPool, keys: Sequence[ChunkKey] = KEYS) -> int:
     return len(lease.keys)
 
 
-def load(hosts: Hosts, far: SharedPool, keys: Sequence[ChunkKey] = KEYS) -> int:
+def load(hosts, far, keys=KEYS):
     with hosts.load(keys) as lease:
         wait_for(lambda: lease.poll().coming == 0, "nothing is coming any more")
         for view, bytes_ in parts(lease, far) if lease.ready else ():
@@ -116,7 +110,7 @@ def load(hosts: Hosts, far: SharedPool, keys: Sequence[ChunkKey] = KEYS) -> int:
         return lease.ready
 
 
-def test_each_host_has_its_own_parts_and_a_hit_is_one(two: Two, hosts: Hosts) -> None:
+def test_each_host_has_its_own_parts_and_a_hit_is_one(two, hosts):
     far = joined(two, hosts.pool)
     assert save(hosts, far) == len(KEYS) == load(hosts, far)
     assert save(hosts, far) == 0
@@ -124,7 +118,7 @@ def test_each_host_has_its_own_parts_and_a_hit_is_one(two: Two, hosts: Hosts) ->
     far.close()
 
 
-def test_a_host_that_lost_its_chunks_is_filled_again(two: Two, hosts: Hosts) -> None:
+def test_a_host_that_lost_its_chunks_is_filled_again(two, hosts):
     far = joined(two, hosts.pool)
     assert save(hosts, far) == len(KEYS)
     far.close()
@@ -141,7 +135,7 @@ def test_a_host_that_lost_its_chunks_is_filled_again(two: Two, hosts: Hosts) -> 
 
 def test_while_a_host_is_stopped_all_are_misses_and_nothing_is_left_of_what_it_began(
     two, hosts, monkeypatch
-) -> None:
+):
     far = joined(two, hosts.pool)
     assert save(hosts, far) == len(KEYS)
     more = run(2, 3, LAYOUTS[0])
@@ -158,7 +152,7 @@ def test_while_a_host_is_stopped_all_are_misses_and_nothing_is_left_of_what_it_b
     far.close()
 
 
-def test_slots_of_a_lost_scheduler_stay_until_its_worker_has_let_go(two: Two, hosts: Hosts) -> None:
+def test_slots_of_a_lost_scheduler_stay_until_its_worker_has_let_go(two, hosts):
     lease, far = hosts.save(KEYS), joined(two, hosts.pool)
     assert len(lease.slots) == len(KEYS)
     hosts.close()
@@ -170,7 +164,7 @@ def test_slots_of_a_lost_scheduler_stay_until_its_worker_has_let_go(two: Two, ho
         at_rest(other)
 
 
-def _refused(two: Two, lease: SaveLease) -> bool:
+def _refused(two, lease):
     assert isinstance(lease.pool, HostsPool)
     try:
         joined(two, lease.pool).close()
@@ -179,7 +173,7 @@ def _refused(two: Two, lease: SaveLease) -> bool:
     return False
 
 
-def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(two, hosts) -> None:
+def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(two, hosts):
     assert hosts.pool is not None
     far = hosts.pool.pools[1]
     assert isinstance(far, FarPool)
@@ -191,13 +185,13 @@ def test_a_ticket_lets_nobody_in_over_tcp_and_a_made_up_one_nobody_at_all(two, h
         join(two.servers[0].address, None, far.ticket, DEADLINE_S)
 
 
-def test_joins_with_one_ticket_are_counted(two: Two, hosts: Hosts) -> None:
+def test_joins_with_one_ticket_are_counted(two, hosts):
     pools = [joined(two, hosts.pool) for _ in range(64)]
     with pytest.raises(TierError, match="64 workers of this engine have the pool mapped"):
         joined(two, hosts.pool)
     pools.pop().close()
 
-    def joins_again() -> bool:
+    def joins_again():
         try:
             pools.append(joined(two, hosts.pool))
         except TierError:
@@ -209,14 +203,14 @@ def test_joins_with_one_ticket_are_counted(two: Two, hosts: Hosts) -> None:
         pool.close()
 
 
-def test_who_steers_gets_no_descriptors(two: Two) -> None:
+def test_who_steers_gets_no_descriptors(two):
     own = hello(bytes(32), SLOT, stream=False, steers=True)
     welcomed = enter(ServerAccess(Address("", "127.0.0.1", two.port), own))
     assert welcomed.descriptors == [] and len(welcomed.welcome.ticket) == 32
     welcomed.socket.close()
 
 
-def test_who_steers_alone_can_keep_nothing_of_what_lay_in_a_slot(two: Two, hosts: Hosts) -> None:
+def test_who_steers_alone_can_keep_nothing_of_what_lay_in_a_slot(two, hosts):
     with hosts.save(KEYS) as lease:
         lease.commit()
     hosts.stats()
@@ -225,7 +219,7 @@ def test_who_steers_alone_can_keep_nothing_of_what_lay_in_a_slot(two: Two, hosts
         at_rest(other)
 
 
-def test_two_addresses_of_one_server_end_the_start(two: Two) -> None:
+def test_two_addresses_of_one_server_end_the_start(two):
     with ExitStack() as stack:
         folder, port = stack.enter_context(short_folder()), free_port()
         server = ServerProcess(folder, f"tcp://127.0.0.1:{port}", flags=INSECURE)
@@ -234,7 +228,7 @@ def test_two_addresses_of_one_server_end_the_start(two: Two) -> None:
             assemble_hosts(Started(both.config()), LAYOUTS, [set(), set()])
 
 
-def test_addresses_in_another_order_than_the_hosts_end_the_start(two: Two) -> None:
+def test_addresses_in_another_order_than_the_hosts_end_the_start(two):
     right = [{two.name(0)}, {two.name(1), b""}]
     assemble_hosts(Started(two.config()), LAYOUTS, right).close()
     with pytest.raises(ConfigError, match="is not the server that the workers of node 0 found"):

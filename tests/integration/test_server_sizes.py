@@ -1,14 +1,11 @@
 """Several chunk sizes on one real server: they share its bytes, and the room follows the load."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from kvtier.client.client import Client
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from tests.server_process import (
     ServerProcess,
@@ -28,22 +25,22 @@ SHIFT_S = 120.0
 _PROMPTS = count()
 
 
-def of_size(slot_bytes: int) -> ChunkLayout:
+def of_size(slot_bytes):
     return ChunkLayout(fingerprint({"slot": slot_bytes}), 1, 1, (slot_bytes,))
 
 
 class Watched:
-    def __init__(self, server: ServerProcess, folder: Path) -> None:
+    def __init__(self, server, folder):
         self._server, self._folder = server, folder
         self.most_ram = self.most_disk = 0
 
-    def look(self) -> None:
+    def look(self):
         self.most_ram = max(self.most_ram, self._pools())
         self.most_disk = max(
             self.most_disk, sum(_blocks(file) for file in self._folder.rglob("*.kvtier"))
         )
 
-    def _pools(self) -> int:
+    def _pools(self):
         """Bytes of the pages that the pools have."""
         pools = {}
         folder = Path(f"/proc/{self._server.pid}/fd")
@@ -54,11 +51,11 @@ class Watched:
         return sum(pools.values())
 
 
-def _blocks(file: Path) -> int:
+def _blocks(file):
     return file.stat().st_blocks * 512
 
 
-def busy(client: Client, slot_bytes: int, watched: Watched) -> dict[str, float]:
+def busy(client, slot_bytes, watched):
     """Save prompt after prompt until nine tenths of RAM and disk are this size's. Returns
     how much is at the end."""
     until, parts = time.monotonic() + SHIFT_S, {"ram": 0.0, "nvme": 0.0}
@@ -74,7 +71,7 @@ def busy(client: Client, slot_bytes: int, watched: Watched) -> dict[str, float]:
     return parts
 
 
-def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time() -> None:
+def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time():
     with (
         short_folder() as folder,
         ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,

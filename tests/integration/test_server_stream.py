@@ -1,10 +1,7 @@
 """A real server's own stream of KV events: who follows it by vLLM's format sees what the server
 holds, to the block, also after a restart. Slow followers cost nobody anything."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, takewhile
 from typing import Any
@@ -13,7 +10,6 @@ import pytest
 import zmq
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.client.client import Client
 from kvtier.client.heard import Heard
 from kvtier.connectors.vllm.groups import Geometry, Kind
 from kvtier.connectors.vllm.groups import Group as CacheGroup
@@ -45,7 +41,7 @@ END = (2**64 - 1).to_bytes(8, "big")
 
 
 @pytest.fixture(autouse=True)
-def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_hashes(monkeypatch):
     """vLLM publishes 64 bits of each hash by default."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
@@ -56,7 +52,7 @@ class Asked:
     lora_request = cache_salt = prompt_embeds = session_id = None
     mm_features: tuple[Any, ...] = ()
 
-    def __init__(self, prompt: int, chunks: int = LENGTH, engine: int = 0) -> None:
+    def __init__(self, prompt, chunks=LENGTH, engine=0):
         self.all_token_ids = [1000 + prompt, *range(1, chunks * CHUNK)]
         count = chunks * CHUNK // BLOCK
         self.block_hashes = [bytes([engine, prompt, number, 0] * 8) for number in range(count)]
@@ -66,17 +62,17 @@ class Asked:
 class Engine:
     """An engine's client, with what announces its chunks."""
 
-    def __init__(self, client: Client, number: int = 0) -> None:
+    def __init__(self, client, number=0):
         self.client, self._number = client, number
         self.watched = client.watch()
         self.announcer = Announcer(
             self.watched, GEOMETRY, {0: EventGroup(BLOCK, BLOCK, "full_attention")}
         )
 
-    def asked(self, prompt: int, chunks: int = LENGTH) -> Asked:
+    def asked(self, prompt, chunks=LENGTH):
         return Asked(prompt, chunks, self._number)
 
-    def save(self, request: Asked, *, fails: bool = False) -> None:
+    def save(self, request, *, fails=False):
         pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
         with self.client.save(request.keys) as lease:
             self.announcer.saving(
@@ -89,11 +85,11 @@ class Engine:
             else:
                 lease.commit()
 
-    def name(self, request: Asked) -> None:
+    def name(self, request):
         self.announcer.events()
         self.announcer.asked(Prompt(request, None), request.keys)
 
-    def act(self, rng: random.Random) -> None:
+    def act(self, rng):
         request, what = self.asked(rng.randrange(PROMPTS), rng.randint(1, LENGTH)), rng.random()
         if what < 0.45:
             self.save(request, fails=rng.random() < 0.1)
@@ -106,7 +102,7 @@ class Engine:
         else:
             self.client.invalidate_all()
 
-    def settle(self) -> None:
+    def settle(self):
         """Step until there is nothing to be heard or told, and the server has published all."""
         at_rest(self.client)
         told_all(self.watched, self.announcer.events)
@@ -116,7 +112,7 @@ class Engine:
 class Subscriber:
     """As vLLM's example: by its own classes, and what is missing is asked for."""
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream):
         from msgspec.msgpack import Decoder
 
         endpoint, _, self._replay = stream.partition("?replay=")
@@ -130,10 +126,10 @@ class Subscriber:
         self.odd = 0
         self.replay()
 
-    def close(self) -> None:
+    def close(self):
         self._context.destroy(linger=0)
 
-    def replay(self) -> None:
+    def replay(self):
         with self._context.socket(zmq.DEALER) as asking:
             asking.connect(self._replay)
             asking.send_multipart([b"", self._next.to_bytes(8, "big")])
@@ -144,7 +140,7 @@ class Subscriber:
                 self._apply(number, payload)
         raise AssertionError("a replay has not come to its end")
 
-    def hear(self) -> Subscriber:
+    def hear(self):
         while self._socket.poll(10):
             _, number, payload = self._socket.recv_multipart()
             seen = int.from_bytes(number, "big")
@@ -157,7 +153,7 @@ class Subscriber:
                 self._apply(number, payload)
         return self
 
-    def _apply(self, number: bytes, payload: bytes) -> None:
+    def _apply(self, number, payload):
         assert int.from_bytes(number, "big") == self._next
         self._next += 1
         for event in self._decode(payload).events:
@@ -175,11 +171,11 @@ class Subscriber:
                 held |= named
 
     @property
-    def seen(self) -> dict[str, int]:
+    def seen(self):
         return {medium: len(held) for (medium, _), held in self.held.items() if held}
 
 
-def truth(engine: Engine, requests: Sequence[Asked], *, gaps: bool = True) -> dict[str, int]:
+def truth(engine, requests, *, gaps=True):
     """Blocks by medium, as the server says when it is asked for one chunk after the other. Without
     ``gaps``: those that a prompt reaches."""
     found: dict[str, int] = {}
@@ -192,7 +188,7 @@ def truth(engine: Engine, requests: Sequence[Asked], *, gaps: bool = True) -> di
 
 
 @contextmanager
-def publishing(**settings: Any) -> Iterator[tuple[ServerProcess, str]]:
+def publishing(**settings):
     with short_folder() as folder:
         stream = f"ipc://{folder}/events?replay=ipc://{folder}/replay"
         given: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 40 * SLOT}
@@ -203,7 +199,7 @@ def publishing(**settings: Any) -> Iterator[tuple[ServerProcess, str]]:
 
 
 @contextmanager
-def subscribed(stream: str) -> Iterator[Subscriber]:
+def subscribed(stream):
     subscriber = Subscriber(stream)
     try:
         yield subscriber
@@ -211,10 +207,8 @@ def subscribed(stream: str) -> Iterator[Subscriber]:
         subscriber.close()
 
 
-def agree(
-    subscriber: Subscriber, engine: Engine, requests: Sequence[Asked], *, gaps: bool = True
-) -> None:
-    def same() -> bool:
+def agree(subscriber, engine, requests, *, gaps=True):
+    def same():
         subscriber.hear()
         return subscriber.seen == truth(engine, requests, gaps=gaps)
 
@@ -223,7 +217,7 @@ def agree(
     assert subscriber.seen == truth(engine, requests, gaps=gaps)
 
 
-def named(engine: Engine, others: Sequence[Engine] = ()) -> list[Asked]:
+def named(engine, others=()):
     """Every prompt whole and named, so that no chunk has lost its parent."""
     requests = [engine.asked(prompt) for prompt in range(PROMPTS)]
     for request in requests:
@@ -236,7 +230,7 @@ def named(engine: Engine, others: Sequence[Engine] = ()) -> list[Asked]:
     return requests
 
 
-def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() -> None:
+def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart():
     rng = random.Random(5)
     with (
         publishing() as (server, stream),
@@ -275,7 +269,7 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart() 
         assert not early.seen
 
 
-def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
+def test_another_servers_lookup_finds_prompts_in_the_stream():
     stream = f"tcp://127.0.0.1:{free_port()}?replay={free_port()}"
     with (
         publishing(server_events=stream) as (server, _),
@@ -286,7 +280,7 @@ def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
         engine.settle()
         with administered(admin_engines=f"host-1={stream}") as follower:
 
-            def found(tokens: list[int]) -> dict[str, int]:
+            def found(tokens):
                 (one,) = follower.lookup(tokens=tokens)["engines"]
                 return {tier["tier"]: tier["tokens"] for tier in one["tiers"] if tier["tokens"]}
 
@@ -297,7 +291,7 @@ def test_another_servers_lookup_finds_prompts_in_the_stream() -> None:
             wait_for(lambda: not found(request.all_token_ids), "the server is gone")
 
 
-def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monkeypatch) -> None:
+def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES")
     with (
         DynamoIndexer(tmp_path) as dynamo,
@@ -308,7 +302,7 @@ def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monk
         dynamo.indexer.register(7, stream.partition("?")[0], BLOCK)
         seeds = iter(range(20, 1000))
 
-        def known() -> bool:
+        def known():
             other = engine.asked(next(seeds) % 200, 1)
             engine.save(other)
             engine.settle()
@@ -326,7 +320,7 @@ def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monk
         )
 
 
-def event(request: Asked, **more: Any) -> dict[str, Any]:
+def event(request, **more):
     given: dict[str, Any] = {
         "block_hashes": request.block_hashes[: CHUNK // BLOCK],
         "parent_block_hash": None,
@@ -339,7 +333,7 @@ def event(request: Asked, **more: Any) -> dict[str, Any]:
     return given | more
 
 
-def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server() -> None:
+def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server():
     with (
         publishing() as (server, stream),
         attached(server.access(LAYOUT)) as client,
@@ -360,7 +354,7 @@ def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server()
         assert not client.stats().get("lost")
 
 
-def test_more_than_a_server_reads_at_once_waits_and_is_bounded() -> None:
+def test_more_than_a_server_reads_at_once_waits_and_is_bounded():
     with publishing() as (server, _), attached(server.access(LAYOUT)) as client:
         engine, request = Engine(client), Asked(1)
         assert isinstance(engine.watched, Heard)
@@ -370,7 +364,7 @@ def test_more_than_a_server_reads_at_once_waits_and_is_bounded() -> None:
         assert engine.watched.has_changes, "an engine without work goes on"
         assert 8000 < len(engine.watched._announced) < waited < 8200
 
-        def sent() -> bool:
+        def sent():
             engine.watched.changes()
             return not engine.watched._announced
 
@@ -378,7 +372,7 @@ def test_more_than_a_server_reads_at_once_waits_and_is_bounded() -> None:
         assert not client.stats().get("lost")
 
 
-def test_a_server_without_a_stream_is_told_nothing() -> None:
+def test_a_server_without_a_stream_is_told_nothing():
     with (
         publishing(server_events=None) as (server, _),
         attached(server.access(LAYOUT)) as client,

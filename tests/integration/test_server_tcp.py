@@ -1,15 +1,10 @@
 """Engines on another host, here over loopback: what a tier promises, tokens, TLS, and what is
 refused."""
 
-from __future__ import annotations
-
 import os
 import socket
-import ssl
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -49,18 +44,13 @@ TOKEN = b"a secret of more than 16 bytes"
 INSECURE = ("--insecure",)
 
 
-def cache_server(
-    port: int,
-    layout: ChunkLayout = LAYOUT,
-    token: bytes | None = None,
-    tls: ssl.SSLContext | None = None,
-) -> ServerAccess:
+def cache_server(port, layout=LAYOUT, token=None, tls=None):
     own = hello(layout.fingerprint, layout.chunk_bytes, stream=True, client="far")
     return ServerAccess(Address("", "localhost" if tls else "127.0.0.1", port), own, token, tls)
 
 
 @contextmanager
-def engine(access: ServerAccess, slots: int = 8) -> Iterator[Store]:
+def engine(access, slots=8):
     """An engine's own Store over a server far away."""
     tier = RemoteTier(access)
     store = Store(Pool(slots, SLOT), [(tier, Lane("remote", 2, urgent_bound=64, bound=64))])
@@ -71,12 +61,12 @@ def engine(access: ServerAccess, slots: int = 8) -> Iterator[Store]:
 
 
 @pytest.fixture
-def port() -> int:
+def port():
     return free_port()
 
 
 @pytest.fixture
-def server(port: int) -> Iterator[ServerProcess]:
+def server(port):
     with serving(f"tcp://127.0.0.1:{port}", flags=INSECURE) as server:
         yield server
 
@@ -85,14 +75,14 @@ def server(port: int) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize("chunk_bytes", [SLOT, 5000, 3 << 20])
-def test_a_server_keeps_the_promises_of_a_tier(port: int, chunk_bytes: int) -> None:
+def test_a_server_keeps_the_promises_of_a_tier(port, chunk_bytes):
     with serving(
         f"tcp://127.0.0.1:{port}",
         flags=INSECURE,
         ram_bytes=32 * max(SLOT, chunk_bytes),
     ) as server:
 
-        def make() -> RemoteTier:
+        def make():
             """A tier that holds nothing: the server forgets what the test before left."""
             layout = ChunkLayout(LAYOUT.fingerprint, 1, 1, (chunk_bytes,))
             with attached(server.access(layout)) as client:
@@ -103,7 +93,7 @@ def test_a_server_keeps_the_promises_of_a_tier(port: int, chunk_bytes: int) -> N
         check_tier(make, chunk_bytes=chunk_bytes)
 
 
-def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port: int) -> None:
+def test_engines_near_and_far_share_what_they_saved(server, port):
     with (
         attached(server.access()) as near,
         engine(cache_server(port)) as one,
@@ -119,7 +109,7 @@ def test_engines_near_and_far_share_what_they_saved(server: ServerProcess, port:
         at_rest(near)
 
 
-def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int) -> None:
+def test_a_server_that_comes_back_is_used_again(server, port):
     tier = RemoteTier(cache_server(port))
     key = run(1, 1)[0]
     into = memoryview(bytearray(SLOT))
@@ -132,7 +122,7 @@ def test_a_server_that_comes_back_is_used_again(server: ServerProcess, port: int
     tier.close()
 
 
-def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess, port: int) -> None:
+def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server, port):
     with flipping(port) as bad:
         key = run(1, 1)[0]
         tier = RemoteTier(cache_server(bad))
@@ -149,7 +139,7 @@ def test_a_bit_flipped_on_the_way_is_a_miss_at_either_end(server: ServerProcess,
 
 
 @contextmanager
-def flipping(port: int) -> Iterator[int]:
+def flipping(port):
     """A relay that flips one bit in the middle of every chunk, in both directions."""
     middle = content(run(1, 1)[0], SLOT)[SLOT // 2 : SLOT // 2 + 16].tobytes()
     with relay(
@@ -159,17 +149,17 @@ def flipping(port: int) -> Iterator[int]:
 
 
 @contextmanager
-def relay(port: int, change: Callable[[bytes, bool], bytes]) -> Iterator[int]:
+def relay(port, change):
     """Somebody between an engine and ``port``. Passes on what ``change`` makes of the bytes. It is
     also told whether they come from the server."""
 
-    def pipe(source: socket.socket, sink: socket.socket, away: bool) -> None:
+    def pipe(source, sink, away):
         with source, sink:
             while data := source.recv(1 << 20):
                 sink.sendall(change(data, away))
             sink.shutdown(socket.SHUT_RDWR)
 
-    def script(near: socket.socket) -> None:
+    def script(near):
         away = socket.create_connection(("127.0.0.1", port))
         threading.Thread(target=pipe, args=(near.dup(), away.dup(), False), daemon=True).start()
         pipe(away, near, True)
@@ -182,7 +172,7 @@ def relay(port: int, change: Callable[[bytes, bool], bytes]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::]"])  # noqa: S104
-def test_tcp_without_token_or_key_is_refused(port: int, host: str) -> None:
+def test_tcp_without_token_or_key_is_refused(port, host):
     flags = () if host in {"127.0.0.1", "localhost"} else INSECURE
     with short_folder() as folder:
         for given in ({}, {"server_unencrypted": True}):
@@ -190,21 +180,21 @@ def test_tcp_without_token_or_key_is_refused(port: int, host: str) -> None:
             assert "would serve KV to anybody: set server_token_file" in refusal
 
 
-def test_attach_is_not_for_other_hosts(server: ServerProcess, port: int) -> None:
+def test_attach_is_not_for_other_hosts(server, port):
     own = hello(LAYOUT.fingerprint, SLOT, stream=False)
     with pytest.raises(ConfigError, match="another host cannot map the pool"):
         RemoteTier(ServerAccess(Address("", "127.0.0.1", port), own))
 
 
 @pytest.fixture
-def token_file(tmp_path: Path) -> Path:
+def token_file(tmp_path):
     file = tmp_path / "token"
     file.write_bytes(TOKEN + b"\n")
     file.chmod(0o600)
     return file
 
 
-def test_a_token_must_be_known_to_both(port: int, token_file: Path) -> None:
+def test_a_token_must_be_known_to_both(port, token_file):
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server:
         for wrong in (None, b"another secret of enough bytes"):
             with pytest.raises(ConfigError, match="does not know the server's token"):
@@ -215,12 +205,12 @@ def test_a_token_must_be_known_to_both(port: int, token_file: Path) -> None:
             assert load(store, run(1, 2)) == ["remote"] * 2
 
 
-def test_a_server_that_does_not_know_our_token_gets_no_kv(server: ServerProcess, port: int) -> None:
+def test_a_server_that_does_not_know_our_token_gets_no_kv(server, port):
     with pytest.raises(ConfigError, match="does not know our token"):
         RemoteTier(cache_server(port, token=TOKEN))
 
 
-def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
+def test_a_proof_is_of_one_connection_only(port, token_file):
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file):
         own = replace(cache_server(port).hello, nonce=os.urandom(32))
         heard = wire.Challenge(wire.VERSION, bytes(32))
@@ -236,10 +226,10 @@ def test_a_proof_is_of_one_connection_only(port: int, token_file: Path) -> None:
         assert isinstance(said[-1], wire.Refused) and "token" in said[-1].reason
 
 
-def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port, token_file) -> None:
+def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port, token_file):
     recorded = bytearray()
 
-    def record(data: bytes, away: bool) -> bytes:
+    def record(data, away):
         if away:
             recorded.extend(data)
         return data
@@ -253,7 +243,7 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port, token_f
     said = list(feed(inbox, bytes(recorded)))
     assert [type(each) for each in said] == [wire.Challenge, wire.Welcome]
 
-    def replay(client: socket.socket) -> None:
+    def replay(client):
         client.sendall(wire.frame(said[0]))
         hear(client, Inbox(wire.Hello))
         client.sendall(wire.frame(said[1]))
@@ -265,7 +255,7 @@ def test_what_an_impostor_recorded_of_a_server_convinces_no_engine(port, token_f
         RemoteTier(cache_server(address.port, token=TOKEN))
 
 
-def test_nobody_there_is_an_error_that_says_where(port: int) -> None:
+def test_nobody_there_is_an_error_that_says_where(port):
     from kvtier.client.connect import enter
 
     with pytest.raises(TierError, match=f"no kvtier server at tcp://127.0.0.1:{port}"):

@@ -1,13 +1,9 @@
 """TLS between engines and servers, and what goes beyond loopback without it: nothing, unless
 somebody gave that up."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,12 +49,12 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def certificates(tmp_path_factory):
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture
-def tls_server(port: int, certificates: Path) -> Iterator[ServerProcess]:
+def tls_server(port, certificates):
     """Demands certificates that ``ours`` signed, of clients too."""
     with serving(
         f"tcp://127.0.0.1:{port}",
@@ -69,7 +65,7 @@ def tls_server(port: int, certificates: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def context(certificates: Path, trusted: str, shown: str | None) -> ssl.SSLContext:
+def context(certificates, trusted, shown):
     files = (
         [str(certificates / f"{shown}-host.{kind}") for kind in ("pem", "key")]
         if shown
@@ -78,7 +74,7 @@ def context(certificates: Path, trusted: str, shown: str | None) -> ssl.SSLConte
     return client_tls(str(certificates / f"{trusted}.pem"), *files)
 
 
-def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Path) -> None:
+def test_chunks_over_tls(tls_server, port, certificates):
     access = cache_server(port, tls=context(certificates, "ours", "ours"))
     with engine(access) as one, engine(access) as two, attached(tls_server.access()) as near:
         save(one, run(1, 6))
@@ -87,7 +83,7 @@ def test_chunks_over_tls(tls_server: ServerProcess, port: int, certificates: Pat
 
 
 @pytest.mark.usefixtures("tls_server")
-def test_a_client_is_counted_by_its_certificate(port: int, certificates: Path) -> None:
+def test_a_client_is_counted_by_its_certificate(port, certificates):
     access = cache_server(port, tls=context(certificates, "ours", "ours"))
     sizes = [4096 * number for number in range(1, 7)]
     assert greetings(access, sizes) == sizes
@@ -97,7 +93,7 @@ def test_a_client_is_counted_by_its_certificate(port: int, certificates: Path) -
 
 def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
     port, certificates, token_file
-) -> None:
+):
     files = {"server_cert": "ours-host.pem", "server_key": "ours-host.key", "server_ca": "ours.pem"}
     keys: dict[str, Any] = {key: str(certificates / file) for key, file in files.items()}
     keys["server_token_file"] = str(token_file)
@@ -121,7 +117,7 @@ def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
 )
 def test_a_wrong_certificate_of_either_side_is_refused(
     tls_server, port, certificates, trusted, shown
-) -> None:
+):
     tier = RemoteTier(cache_server(port, tls=context(certificates, trusted, shown)))
     key = run(1, 1)[0]
     assert not tier.write(key, content(key, SLOT))
@@ -132,14 +128,14 @@ def test_a_wrong_certificate_of_either_side_is_refused(
     tier.close()
 
 
-def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server, port) -> None:
+def test_a_client_without_tls_gets_nothing_from_a_server_with_it(tls_server, port):
     tier = RemoteTier(cache_server(port))
     assert tier.find([ChunkKey(bytes(40))]) == 0
     assert tier.counts["failed"] > 0
     tier.close()
 
 
-def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificates: Path) -> None:
+def test_a_server_that_asks_clients_for_nothing_is_refused(port, certificates):
     keys: dict[str, Any] = {
         "server_cert": certificates / "ours-host.pem",
         "server_key": certificates / "ours-host.key",
@@ -151,7 +147,7 @@ def test_a_server_that_asks_clients_for_nothing_is_refused(port: int, certificat
         )
 
 
-def test_a_certificate_for_another_host_is_refused(port, certificates, token_file) -> None:
+def test_a_certificate_for_another_host_is_refused(port, certificates, token_file):
     with serving(
         f"tcp://127.0.0.1:{port}",
         server_cert=certificates / "ours-other.pem",
@@ -164,7 +160,7 @@ def test_a_certificate_for_another_host_is_refused(port, certificates, token_fil
         tier.close()
 
 
-def test_a_server_speaks_no_older_tls(tls_server, port, certificates) -> None:
+def test_a_server_speaks_no_older_tls(tls_server, port, certificates):
     old = context(certificates, "ours", "ours")
     old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
@@ -174,7 +170,7 @@ def test_a_server_speaks_no_older_tls(tls_server, port, certificates) -> None:
         old.wrap_socket(sock, server_hostname="localhost").recv(1)
 
 
-def test_an_engine_speaks_no_older_tls(certificates: Path) -> None:
+def test_an_engine_speaks_no_older_tls(certificates):
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     old.load_cert_chain(certificates / "ours-host.pem", certificates / "ours-host.key")
@@ -184,10 +180,10 @@ def test_an_engine_speaks_no_older_tls(certificates: Path) -> None:
         tier.close()
 
 
-def test_who_sees_the_network_reads_nothing_of_a_chunk(tls_server, port, certificates) -> None:
+def test_who_sees_the_network_reads_nothing_of_a_chunk(tls_server, port, certificates):
     seen = bytearray()
 
-    def record(data: bytes, _: bool) -> bytes:
+    def record(data, _):
         seen.extend(data)
         return data
 
@@ -206,7 +202,7 @@ def test_who_sees_the_network_reads_nothing_of_a_chunk(tls_server, port, certifi
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - as an address to listen at; who connects to it means this host
 
 
-def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(port, token_file) -> None:
+def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(port, token_file):
     with short_folder() as folder:
         refusal = ServerProcess(
             folder, f"tcp://{EVERYWHERE}:{port}", server_token_file=token_file
@@ -218,7 +214,7 @@ def test_a_server_with_a_token_alone_does_not_listen_beyond_loopback(port, token
 @pytest.mark.parametrize(
     "host", [EVERYWHERE, "192.0.2.7", "[2001:db8::1]", "cache.example", "127.0.0.1.example"]
 )
-def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(host, token_file) -> None:
+def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(host, token_file):
     config = load_config(
         env={"KVTIER_SERVER": f"tcp://{host}:7", "KVTIER_SERVER_TOKEN_FILE": str(token_file)}
     )
@@ -229,13 +225,13 @@ def test_an_engine_with_a_token_alone_does_not_connect_beyond_loopback(host, tok
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "[::1]", "localhost"])
-def test_on_loopback_a_token_alone_will_do(host: str) -> None:
+def test_on_loopback_a_token_alone_will_do(host):
     ServerAccess(
         Address.parse(f"tcp://{host}:7"), hello(LAYOUT.fingerprint, SLOT, stream=True), TOKEN
     )
 
 
-def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> None:
+def test_an_engine_without_a_token_sends_nothing_in_plain(token_file):
     config = load_config(
         env={"KVTIER_SERVER": f"tcp://{EVERYWHERE}:7", "KVTIER_SERVER_UNENCRYPTED": "true"}
     )
@@ -246,7 +242,7 @@ def test_an_engine_without_a_token_sends_nothing_in_plain(token_file: Path) -> N
         assemble(Started(config), LAYOUT)
 
 
-def test_both_go_without_encryption_when_told_so_and_say_it_once(port, token_file, caplog) -> None:
+def test_both_go_without_encryption_when_told_so_and_say_it_once(port, token_file, caplog):
     keys: dict[str, Any] = {"server_token_file": str(token_file), "server_unencrypted": True}
     warning = (
         f"tcp://{EVERYWHERE}:{port} is not encrypted (server_unencrypted): who sees the "
@@ -268,6 +264,6 @@ def test_both_go_without_encryption_when_told_so_and_say_it_once(port, token_fil
     ]
 
 
-def test_on_loopback_nothing_is_said_of_encryption(port: int, token_file: Path) -> None:
+def test_on_loopback_nothing_is_said_of_encryption(port, token_file):
     with serving(f"tcp://127.0.0.1:{port}", server_token_file=token_file) as server:
         assert "not encrypted" not in server.said()

@@ -1,14 +1,11 @@
 """What an operator types and sees, through real processes: ``python -m kvtier ...``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ from tests.server_process import ServerProcess, attached, serving
 MODELS = json.loads((ROOT / "tests/data/model_configs.json").read_text(encoding="utf-8"))
 
 
-def without(folder: Path, *modules: str) -> dict[str, object]:
+def without(folder, *modules):
     """An environment in which these modules cannot be imported, as in one that lacks their
     packages."""
     blocked = "".join(f"sys.modules[{module!r}] = None\n" for module in modules)
@@ -28,7 +25,7 @@ def without(folder: Path, *modules: str) -> dict[str, object]:
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
-def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_path: Path) -> None:
+def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_path):
     (tmp_path / "k.yaml").write_text("ram: {bytes: 107374182400}\nnvme: {path: /var/tmp}\n")
     done = kvtier("config", "--config", "k.yaml", "--nvme-write-limit", "2TiB", cwd=tmp_path)
     heads, *rows = done.stdout.splitlines()
@@ -50,7 +47,7 @@ def test_config_takes_a_file_by_a_relative_path_and_shows_what_is_in_effect(tmp_
 
 
 @pytest.mark.parametrize("words", [("config",), ("plan", "--no-measure")])
-def test_a_reader_that_goes_away_ends_it_quietly(words: tuple[str, ...]) -> None:
+def test_a_reader_that_goes_away_ends_it_quietly(words):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "kvtier", *words]
@@ -61,7 +58,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(words: tuple[str, ...]) -> None
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
+def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path):
     settings = {
         "KVTIER_ENCRYPTION_KEY": "ab" * 32,
         "KVTIER_NVME_PATH": tmp_path / "n",
@@ -90,14 +87,14 @@ def test_doctor_blames_a_missing_cipher_on_no_disk(tmp_path: Path) -> None:
         "serve --listen nowhere",
     ],
 )
-def test_an_operators_mistake_is_2_and_told_in_words(words, tmp_path) -> None:
+def test_an_operators_mistake_is_2_and_told_in_words(words, tmp_path):
     done = kvtier(*words.split(), cwd=tmp_path)
     assert done.returncode == 2, done
     assert done.stderr.strip() and "_positive" not in done.stderr
     assert words.startswith("bench") or done.stderr.count("\n") <= 12, "no page of usage"
 
 
-def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
+def test_paths_typed_at_a_shell_may_be_relative(tmp_path):
     token = tmp_path / "tok"
     token.write_text("a" * 64)
     token.chmod(0o600)
@@ -125,7 +122,7 @@ def test_paths_typed_at_a_shell_may_be_relative(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "expected an absolute path" in refused.stderr
 
 
-def test_a_servers_log_counts_in_bytes_what_it_does_not_know_in_tokens() -> None:
+def test_a_servers_log_counts_in_bytes_what_it_does_not_know_in_tokens():
     with serving() as server, attached(server.access()):
         log = server.log.read_text(encoding="utf-8")
     assumed = [line for line in log.splitlines() if "(assumed: a model of" in line]
@@ -137,7 +134,7 @@ def test_a_servers_log_counts_in_bytes_what_it_does_not_know_in_tokens() -> None
 # ---- plan ----------------------------------------------------------------------------------------
 
 
-def hub(folder: Path, name: str, config: object) -> Path:
+def hub(folder, name, config):
     """A hub cache that has one model, in huggingface_hub's form."""
     model = folder / f"models--{name.replace('/', '--')}"
     files = model / "snapshots" / "0123456789abcdef"
@@ -149,7 +146,7 @@ def hub(folder: Path, name: str, config: object) -> Path:
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "HOME"])
-def test_plan_finds_a_hub_name_in_the_local_cache(variable: str, tmp_path: Path) -> None:
+def test_plan_finds_a_hub_name_in_the_local_cache(variable, tmp_path):
     below = {"HF_HUB_CACHE": "", "HF_HOME": "hub", "HOME": ".cache/huggingface/hub"}[variable]
     files = hub(tmp_path / below, "Qwen/Qwen2.5-72B-Instruct", MODELS["qwen2.5-72b"])
     (files / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 1000000000}}')

@@ -5,19 +5,15 @@ Homes are warmed as a client would. Every blended answer is compared with the mo
 whose KV is put together in the same way. Exact answers are compared with a full forward pass.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.spans import Composed, compose, homes
-from tests.integration.spans_server import BLOCK, CHUNK, Answer, Plain, Served, gap
+from kvtier.spans import compose, homes
+from tests.integration.spans_server import BLOCK, CHUNK, Plain, Served, gap
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -29,59 +25,59 @@ EXACT = 1e-3
 """Float32 sums in another order, over all layers."""
 
 
-def ids(name: str, length: int) -> list[int]:
+def ids(name, length):
     draw = random.Random(name)
     return [draw.randrange(10, 400) for _ in range(length)]
 
 
-def documents(seed: int) -> list[list[int]]:
+def documents(seed):
     return [ids(f"{seed} {index}", length) for index, length in enumerate(LENGTHS)]
 
 
-def prompt(seed: int, order: list[int], question: str = "?") -> Composed:
+def prompt(seed, order, question="?"):
     every = documents(seed)
     chosen = [every[index] for index in order]
     return compose(lambda _: [], ids(f"{seed} anchor", ANCHOR), chosen, ids(question, 20))
 
 
-def asking(made: Composed, first: int = 0, **more: Any) -> dict[str, Any]:
+def asking(made, first=0, **more):
     params: dict[str, Any] = {"kvtier.spans": [list(one) for one in made.ranges]}
     params |= {"kvtier.span_first": first} if first else {}
     return {"kv_transfer_params": params} | more
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Plain:
+def plain(model):
     return Plain(model)
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("spans")
     server = Served(model, folder, "--max-num-batched-tokens", str(STEP), KVTIER_SPANS="on")
     with server:
         yield server
 
 
-def warm(served: Served, seed: int, which: list[int], **more: Any) -> None:
+def warm(served, seed, which, **more):
     chosen = [documents(seed)[index] for index in which]
     for home in homes(ids(f"{seed} anchor", ANCHOR), chosen, CHUNK):
         served.ask(home.tokens, max_tokens=1, **more)
     served.forget()
 
 
-def spans(answer: Answer) -> dict[str, Any]:
+def spans(answer):
     found: dict[str, Any] = answer.told["kvtier.spans"]
     return found
 
 
 @pytest.mark.parametrize("order", [[3, 1, 0, 2], [2, 0]])
-def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain, order) -> None:
+def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain, order):
     seed = 100 + len(order) + order[0]
     warm(served, seed, order)
     made = prompt(seed, order)
@@ -98,7 +94,7 @@ def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain
 
 
 @pytest.mark.parametrize("first", [16, 400])
-def test_the_first_tokens_of_each_document_are_computed_in_place(served, plain, first) -> None:
+def test_the_first_tokens_of_each_document_are_computed_in_place(served, plain, first):
     seed, order = 1000 + first, [3, 1, 0, 2]
     warm(served, seed, order)
     made = prompt(seed, order)
@@ -121,7 +117,7 @@ def test_the_first_tokens_of_each_document_are_computed_in_place(served, plain, 
     assert (full < EXACT) == (first == 400)
 
 
-def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain) -> None:
+def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain):
     """Its blocks stay in vLLM's own cache, and its answer is long enough for chunks of its own."""
     first = 16
     warm(served, first, [0, 1, 2])
@@ -144,7 +140,7 @@ def test_nothing_blended_reaches_an_exact_request_or_the_store(served, plain) ->
     assert gap(saved, plain.full(whole)) < EXACT
 
 
-def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain: Plain) -> None:
+def test_blending_begins_behind_what_the_prompt_itself_has(served, plain):
     made = prompt(9, [0, 1, 3, 2])
     served.ask(prompt(9, [0, 1], "another").tokens, max_tokens=1)
     warm(served, 9, [0, 1, 2, 3])
@@ -164,7 +160,7 @@ def test_blending_begins_behind_what_the_prompt_itself_has(served: Served, plain
 )
 def test_what_is_missing_between_documents_is_computed_in_place(
     served, plain, missing, unnamed, first
-) -> None:
+):
     seed = 300 + 10 * sum(missing) + sum(unnamed) + 100 * first
     warm(served, seed, [one for one in range(4) if one + 1 not in (*missing, *unnamed)])
     made = prompt(seed, [0, 1, 2, 3])
@@ -182,7 +178,7 @@ def test_what_is_missing_between_documents_is_computed_in_place(
     assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
 
 
-def test_blending_ends_before_more_than_is_computed_in_place(served: Served, plain: Plain) -> None:
+def test_blending_ends_before_more_than_is_computed_in_place(served, plain):
     warm(served, 3, [0, 1, 3])
     every = documents(3)
     chosen = [every[0], every[1], ids("long", STEP), every[3]]
@@ -208,9 +204,7 @@ def test_blending_ends_before_more_than_is_computed_in_place(served: Served, pla
         ),
     ],
 )
-def test_what_cannot_be_blended_is_computed_exactly_and_counted(
-    served, plain, more, reason
-) -> None:
+def test_what_cannot_be_blended_is_computed_exactly_and_counted(served, plain, more, reason):
     warm(served, 4, [0, 1])
     made = prompt(4, [0, 1])
     before = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
@@ -222,7 +216,7 @@ def test_what_cannot_be_blended_is_computed_exactly_and_counted(
     served.forget()
 
 
-def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, plain: Plain) -> None:
+def test_blended_and_exact_requests_of_one_batch_do_not_meet(served, plain):
     warm(served, 6, [0, 1, 2, 3])
     made = [prompt(6, [0, 1, 2], "a"), prompt(6, [2, 1, 3], "b"), prompt(6, [3, 0, 2], "c")]
     others = [prompt(6, [0, 2, 1], "a"), prompt(6, [2, 3, 1], "b"), prompt(6, [3, 2, 0], "c")]
@@ -243,7 +237,7 @@ def test_blended_and_exact_requests_of_one_batch_do_not_meet(served: Served, pla
 
 
 @pytest.mark.extended
-def test_without_the_operators_word_nothing_is_blended(model, plain, tmp_path) -> None:
+def test_without_the_operators_word_nothing_is_blended(model, plain, tmp_path):
     server = Served(model, tmp_path)
     with server:
         warm(server, 7, [0, 1])

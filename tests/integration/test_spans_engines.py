@@ -4,10 +4,7 @@ and engines in which nothing is moved. Each is a real vLLM.
 Every blended answer is compared with plain torch.
 """
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -45,7 +42,7 @@ DECLINED = "vllm:kvtier_unblended_requests_total"
     ],
     ids=["mistral", "qwen2", "qwen3", "llama3 scaling"],
 )
-def test_a_model_of_another_family_is_moved_as_plain_torch_does(tmp_path, family, more) -> None:
+def test_a_model_of_another_family_is_moved_as_plain_torch_does(tmp_path, family, more):
     made_model = make_family(tmp_path / "tiny", family, **more)
     plain, made = Plain(made_model), prompt(90, ORDER)
     end = made.ranges[-1].end // BLOCK * BLOCK
@@ -59,7 +56,7 @@ def test_a_model_of_another_family_is_moved_as_plain_torch_does(tmp_path, family
             assert gap(answer, plain.full(made.tokens)) > 20 * EXACT
 
 
-def test_homes_of_an_adapter_serve_requests_with_that_adapter_only(model, tmp_path) -> None:
+def test_homes_of_an_adapter_serve_requests_with_that_adapter_only(model, tmp_path):
     folders = {
         name: make_lora(tmp_path / name, model, seed)
         for seed, name in enumerate(("one", "other"), 1)
@@ -91,7 +88,7 @@ def test_homes_of_an_adapter_serve_requests_with_that_adapter_only(model, tmp_pa
 
 def test_beside_another_connector_documents_are_moved_and_none_is_computed_in_place(
     model, tmp_path
-) -> None:
+):
     other = transfer(
         kv_connector="PrefilledElsewhere", kv_connector_module_path="tests.trust.engine.beside"
     )
@@ -107,7 +104,7 @@ def test_beside_another_connector_documents_are_moved_and_none_is_computed_in_pl
         expect_nothing_in_place(served, Plain(model))
 
 
-def expect_nothing_in_place(served: Served, plain: Plain, **more: Any) -> None:
+def expect_nothing_in_place(served, plain, **more):
     """Blending ends at a document without a home, and first tokens are not computed in place."""
     warm(served, 34, [0, 1, 3], **more)
     made = prompt(34, [0, 1, 2, 3])
@@ -134,7 +131,7 @@ def expect_nothing_in_place(served: Served, plain: Plain, **more: Any) -> None:
 )
 def test_an_engine_that_moves_nothing_says_why_once_and_answers_exactly(
     tmp_path, preset, words, why
-) -> None:
+):
     made = prompt(80, ORDER)
     served = Served(make_model(tmp_path / "m", preset), tmp_path, *words, KVTIER_SPANS="on")
     with served:

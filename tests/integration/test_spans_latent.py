@@ -5,9 +5,6 @@ vLLM's CPU platform turns prefix caching off for such models. The server of thes
 on. Every answer is compared with the model in plain torch.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +30,7 @@ class Latent(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two ranks"])
-def latent(request, tmp_path_factory) -> Iterator[Latent]:
+def latent(request, tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("models") / "mla", "mla")
     faults, folder = tmp_path_factory.mktemp("faults"), tmp_path_factory.mktemp("server")
     words = ["--tensor-parallel-size", str(request.param)]
@@ -46,9 +43,7 @@ def latent(request, tmp_path_factory) -> Iterator[Latent]:
 
 
 @pytest.mark.parametrize(("first", "missing"), [(0, []), (1, []), (16, []), (5, [3])])
-def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_latents(
-    latent, first, missing
-) -> None:
+def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_latents(latent, first, missing):
     seed = 500 + first
     served, plain, _ = latent
     warm(served, seed, [one for at, one in enumerate(ORDER, 1) if at not in missing])
@@ -67,7 +62,7 @@ def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_latents(
     assert "Using CPU_MLA backend" in served.log.read_text()
 
 
-def test_a_rotation_of_the_other_kind_moves_nothing(latent: Latent) -> None:
+def test_a_rotation_of_the_other_kind_moves_nothing(latent):
     """DeepSeek rotates neighbours. Here one rank takes elements that are half of the key apart."""
     served, plain, faults = latent
     warm(served, 600, ORDER)

@@ -4,11 +4,7 @@ waits for the other in it. They begin it together, or none does.
 One engine for all of it. The last test turns computing in place off there.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -25,12 +21,12 @@ FIRST = 5
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def faults(tmp_path_factory):
     return tmp_path_factory.mktemp("faults")
 
 
 @pytest.fixture(scope="module")
-def ranks(model: Path, tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[Served]:
+def ranks(model, tmp_path_factory, faults):
     words = ["--tensor-parallel-size", "2"]
     words += ["--worker-extension-cls", "tests.integration.spans_faults.Faults"]
     settings = {"TEST_FAULTS": str(faults), "KVTIER_SPANS": "on", "OMP_NUM_THREADS": "1"}
@@ -40,11 +36,11 @@ def ranks(model: Path, tmp_path_factory: pytest.TempPathFactory, faults: Path) -
         yield server
 
 
-def left(faults: Path, what: str) -> set[str]:
+def left(faults, what):
     return {file.name for file in faults.glob(f"{what}-*")}
 
 
-def test_a_rank_that_copies_late_is_waited_for_before_the_pass(ranks, plain, faults) -> None:
+def test_a_rank_that_copies_late_is_waited_for_before_the_pass(ranks, plain, faults):
     warm(ranks, 50, ORDER)
     made = prompt(50, ORDER)
     for file in faults.iterdir():
@@ -67,7 +63,7 @@ def test_a_rank_that_copies_late_is_waited_for_before_the_pass(ranks, plain, fau
 
 
 @pytest.mark.parametrize("first", [0, FIRST])
-def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, first) -> None:
+def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, first):
     seed = 70 + first
     warm(ranks, seed, ORDER)
     made = prompt(seed, ORDER)
@@ -82,9 +78,7 @@ def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, fir
     ranks.forget()
 
 
-def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(
-    ranks, plain, faults
-) -> None:
+def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(ranks, plain, faults):
     warm(ranks, 60, ORDER)
     for time, fault in enumerate(("unready", "broken", "broken")):
         made = prompt(60, ORDER, f"fails {time}")

@@ -5,11 +5,8 @@ erasure reaches them.
 Homes are warmed by ``kvtier warm``. Every blended answer is compared with plain torch.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from tests.admin_server import administered
 from tests.command import kvtier
-from tests.integration.spans_server import BLOCK, CHUNK, Plain, Served, gap
+from tests.integration.spans_server import BLOCK, CHUNK, Served, gap
 from tests.integration.test_spans import (
     ANCHOR,
     EXACT,
@@ -45,7 +42,7 @@ STOPS = ("--shutdown-timeout", "10")
 """So that a stop writes what is queued."""
 
 
-def warm(served: Served, folder: Path, seed: int) -> None:
+def warm(served, folder, seed):
     anchor, file = folder / "anchor.json", folder / "documents.jsonl"
     anchor.write_text(json.dumps(ids(f"{seed} anchor", ANCHOR)))
     lines = [json.dumps({"tokens": document}) for document in documents(seed)]
@@ -56,7 +53,7 @@ def warm(served: Served, folder: Path, seed: int) -> None:
     assert f"{len(lines)} homes" in done.stdout
 
 
-def expect_blended(served: Served, plain: Plain, seed: int) -> None:
+def expect_blended(served, plain, seed):
     made = prompt(seed, ORDER, "asked")
     answer = served.ask(made.tokens, **asking(made, FIRST))
     end = made.ranges[-1].end // BLOCK * BLOCK
@@ -64,7 +61,7 @@ def expect_blended(served: Served, plain: Plain, seed: int) -> None:
     assert gap(answer, plain.blended(made.tokens, made.ranges, end, FIRST)) < EXACT
 
 
-def expect_erased(served: Served, plain: Plain, seed: int) -> None:
+def expect_erased(served, plain, seed):
     """No home is there any more, and the answer is exact."""
     made = prompt(seed, ORDER, "erased")
     answer = served.ask(made.tokens, **asking(made, FIRST))
@@ -75,7 +72,7 @@ def expect_erased(served: Served, plain: Plain, seed: int) -> None:
 
 def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are_cleared(
     model, plain, tmp_path
-) -> None:
+):
     key, token = secret(tmp_path / "key"), secret(tmp_path / "token")
     address = f"tcp://127.0.0.1:{free_port()}"
     given = {"ram_bytes": ROOM, "nvme_bytes": ROOM, "encryption_key_file": key}
@@ -98,7 +95,7 @@ def test_homes_that_one_engine_saved_in_a_server_are_another_ones_until_they_are
             expect_erased(served, plain, 21)
 
 
-def test_homes_come_back_from_disk_after_a_restart(model, plain, tmp_path) -> None:
+def test_homes_come_back_from_disk_after_a_restart(model, plain, tmp_path):
     settings = {"KVTIER_NVME_PATH": str(tmp_path / "nvme"), "KVTIER_NVME_BYTES": ROOM}
     settings["KVTIER_ENCRYPTION_KEY"] = secrets.token_hex(32)
     served = Served(model, tmp_path, *STOPS, KVTIER_SPANS="on", **settings)
@@ -114,7 +111,7 @@ def test_homes_come_back_from_disk_after_a_restart(model, plain, tmp_path) -> No
 @pytest.mark.redis
 def test_homes_in_redis_serve_a_restarted_engine_and_none_waits_for_one_that_hangs(
     model, plain, tmp_path
-) -> None:
+):
     with RedisServer() as redis:
         settings = {"KVTIER_REDIS_URL": redis.url, "KVTIER_REDIS_BYTES": ROOM}
         served = Served(model, tmp_path, *STOPS, KVTIER_SPANS="on", **settings)
@@ -133,7 +130,7 @@ def test_homes_in_redis_serve_a_restarted_engine_and_none_waits_for_one_that_han
             assert gap(answer, plain.full(made.tokens)) < EXACT
 
 
-def test_homes_in_a_bucket_serve_an_engine_on_another_host(model, plain, tmp_path) -> None:
+def test_homes_in_a_bucket_serve_an_engine_on_another_host(model, plain, tmp_path):
     with S3Server() as bucket:
         settings = {"KVTIER_OBJECT_URL": "s3://bucket/homes", "KVTIER_OBJECT_BYTES": ROOM}
         settings |= bucket.environment | {"KVTIER_LOAD_TIMEOUT_MS": "20000"}
@@ -148,7 +145,7 @@ def test_homes_in_a_bucket_serve_an_engine_on_another_host(model, plain, tmp_pat
             expect_erased(served, plain, 25)
 
 
-def test_a_home_that_is_damaged_on_disk_is_computed_in_place(model, plain, tmp_path) -> None:
+def test_a_home_that_is_damaged_on_disk_is_computed_in_place(model, plain, tmp_path):
     folder = tmp_path / "nvme"
     settings = {"KVTIER_NVME_PATH": str(folder), "KVTIER_NVME_BYTES": ROOM, "KVTIER_SPANS": "on"}
     served = Served(model, tmp_path, *STOPS, **settings)
@@ -173,7 +170,7 @@ def test_a_home_that_is_damaged_on_disk_is_computed_in_place(model, plain, tmp_p
     assert gap(answer, plain.blended(made.tokens, made.ranges, end, missing=[3])) < EXACT
 
 
-def secret(file: Path) -> str:
+def secret(file):
     file.write_text(secrets.token_hex(32))
     file.chmod(0o600)
     return str(file)

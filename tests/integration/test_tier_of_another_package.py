@@ -2,12 +2,9 @@
 files: configured, planned, examined and served as kvtier's own are. One that is broken is one error
 in words."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -45,7 +42,7 @@ class SECTION(TierSection):
 }
 
 
-def installed(folder: Path, name: str = "acme", source: str = "{source}") -> dict[str, str]:
+def installed(folder, name="acme", source="{source}"):
     """An environment in which a package with such a tier is installed."""
     packages = folder / "site"
     packages.mkdir()
@@ -58,13 +55,13 @@ def installed(folder: Path, name: str = "acme", source: str = "{source}") -> dic
     return {"PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))}
 
 
-def rows(env: dict[str, str], *words: str) -> dict[str, dict[str, object]]:
+def rows(env, *words):
     said = kvtier("config", "--json", *words, env=env)
     assert said.returncode == 0, said.stderr
     return {row["key"]: row for row in json.loads(said.stdout)}
 
 
-def test_it_is_configured_by_a_file_a_variable_and_a_flag(tmp_path: Path) -> None:
+def test_it_is_configured_by_a_file_a_variable_and_a_flag(tmp_path):
     env = installed(tmp_path)
     file = tmp_path / "kvtier.yaml"
     file.write_text(f"acme: {{shelf: {tmp_path}, bytes: 2GiB, label: of-the-file}}\n")
@@ -88,7 +85,7 @@ def test_it_is_configured_by_a_file_a_variable_and_a_flag(tmp_path: Path) -> Non
     assert "acme_bytes=1073741824 has no effect without acme_shelf" in said.stderr
 
 
-def test_it_is_planned(tmp_path: Path) -> None:
+def test_it_is_planned(tmp_path):
     env = installed(tmp_path)
     said = kvtier(
         "plan", "--no-measure", "--json", "--ram", "64GiB", "--acme", str(tmp_path), env=env
@@ -101,7 +98,7 @@ def test_it_is_planned(tmp_path: Path) -> None:
     assert {"tier": "acme", "reason": "no URL was given"} in plan["left_out"]
 
 
-def test_it_is_examined_and_nothing_of_the_trial_stays(tmp_path: Path) -> None:
+def test_it_is_examined_and_nothing_of_the_trial_stays(tmp_path):
     env, shelf = installed(tmp_path), tmp_path / "shelf"
     said = kvtier("doctor", "--no-engine", "--json", "--acme-shelf", str(shelf), env=env)
     found = {each["check"]: each for each in json.loads(said.stdout)["findings"]}
@@ -143,14 +140,14 @@ with closing(assemble(Started(config), layout)) as store:
 """
 
 
-def test_what_one_process_saved_there_another_one_loads(tmp_path: Path) -> None:
+def test_what_one_process_saved_there_another_one_loads(tmp_path):
     env = installed(tmp_path)
     for side in ("save", "load"):
         done = ran([sys.executable, "-c", SERVED, str(tmp_path / "shelf"), side], bare(**env))
         assert done.returncode == 0, done.stderr
 
 
-def test_a_server_does_not_start_where_it_says_that_waiting_repairs_nothing(tmp_path) -> None:
+def test_a_server_does_not_start_where_it_says_that_waiting_repairs_nothing(tmp_path):
     words = ["serve", "--listen", f"unix://{tmp_path}/kvtier.sock", "--admin", "off"]
     said = kvtier(*words, "--acme-shelf", tmp_path / "none", env=installed(tmp_path))
     assert said.returncode != 0
@@ -158,7 +155,7 @@ def test_a_server_does_not_start_where_it_says_that_waiting_repairs_nothing(tmp_
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_one_that_is_broken_is_one_error_in_words(tmp_path: Path, fault: str) -> None:
+def test_one_that_is_broken_is_one_error_in_words(tmp_path, fault):
     name, source, words = BROKEN[fault]
     said = kvtier("config", env=installed(tmp_path, name, source))
     assert said.returncode == 2, said

@@ -1,8 +1,6 @@
 """``kvtier top`` against a real server: one frame, a terminal that it draws in, and what it says
 where it cannot draw."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -12,10 +10,8 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -26,14 +22,14 @@ from kvtier.cli.top import Look, Screen
 from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress, Served
 from kvtier.started import Started
-from tests.admin_server import AdminServer, administered, spilled
+from tests.admin_server import administered, spilled
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import ROOT, bare, kvtier
 from tests.integration.test_shell import without
 from tests.server_process import LAYOUT, attached, load, run, save
 
 
-def use(server: AdminServer) -> None:
+def use(server):
     """Three chunks are saved, spilled and loaded. A fourth is not there."""
     with attached(server.access()) as client:
         save(client, run(0, 3))
@@ -45,13 +41,13 @@ def use(server: AdminServer) -> None:
     wait_for(lambda: server.metric("kvtier_connections", state="open") == 0, "the client has left")
 
 
-def lines(text: str, first: str) -> list[str]:
+def lines(text, first):
     """The words of the line that begins so."""
     (line,) = [line for line in text.splitlines() if line.split()[:1] == [first]]
     return line.split()
 
 
-def test_one_frame_has_what_the_page_has() -> None:
+def test_one_frame_has_what_the_page_has():
     with administered() as server:
         use(server)
         done = server.cli("top", "--once")
@@ -71,7 +67,7 @@ def test_one_frame_has_what_the_page_has() -> None:
         assert f"tenants and models: {name['engine']}" in shown
 
 
-def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
+def test_an_engine_is_called_by_the_model_that_it_serves():
     with administered() as server:
         config = Config().with_keys(server=str(server.address))
         for model, shown in (("tiny", "tiny"), ("/models/" + "x" * 80 + "/tiny", "xxx/tiny")):
@@ -88,7 +84,7 @@ def test_an_engine_is_called_by_the_model_that_it_serves() -> None:
             assert client.lookup(run(1, 2)).progress == Progress(2, 0)
 
 
-def test_a_name_that_a_client_chose_is_not_followed_by_the_terminal() -> None:
+def test_a_name_that_a_client_chose_is_not_followed_by_the_terminal():
     with administered() as server:
         screen = Screen()
         stats = msgspec.json.decode(server.ask("GET", "/v1/stats").text, type=Stats)
@@ -100,18 +96,18 @@ def test_a_name_that_a_client_chose_is_not_followed_by_the_terminal() -> None:
     assert r"\x1b]0;owned\x07\x1b[2J, \u202eabc, \x9b31m, a-1" in shown.get()
 
 
-def resized(terminal: int, columns: int, lines: int) -> None:
+def resized(terminal, columns, lines):
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
 
-def its_own_terminal() -> None:
+def its_own_terminal():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @contextmanager
-def drawing(server: AdminServer, shown: bytearray) -> Iterator[int]:
+def drawing(server, shown):
     """The command in a terminal of 80 columns and 24 lines, and the other end of that."""
     ours, theirs = pty.openpty()
     resized(theirs, 80, 24)
@@ -138,14 +134,14 @@ def drawing(server: AdminServer, shown: bytearray) -> Iterator[int]:
         os.close(theirs)
 
 
-def frames(shown: bytearray) -> list[list[str]]:
+def frames(shown):
     """The lines of each frame that is whole, without colours."""
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-GI-Z]", "", shown.decode(errors="replace"))
     return [frame.split("\r\n") for frame in text.split("\x1b[H")[1:-1]]
 
 
-def until(shown: bytearray, terminal: int, condition: Callable[[], bool], words: str) -> None:
-    def read() -> bool:
+def until(shown, terminal, condition, words):
+    def read():
         shown.extend(os.read(terminal, 65536))
         return condition()
 
@@ -153,7 +149,7 @@ def until(shown: bytearray, terminal: int, condition: Callable[[], bool], words:
 
 
 @pytest.mark.parametrize("end", ["q", "Ctrl-C"])
-def test_it_draws_in_a_small_terminal_until_it_is_ended(end: str) -> None:
+def test_it_draws_in_a_small_terminal_until_it_is_ended(end):
     with administered() as server:
         use(server)
         shown = bytearray()
@@ -180,12 +176,12 @@ def test_it_draws_in_a_small_terminal_until_it_is_ended(end: str) -> None:
 
 
 @pytest.mark.parametrize("admin", ["http://127.0.0.1:1", "off"])
-def test_no_server_is_an_error_in_words(admin: str) -> None:
+def test_no_server_is_an_error_in_words(admin):
     done = kvtier("top", "--once", "--admin", admin)
     assert done.returncode != 0 and ("no kvtier server answers" in done.stderr) == (admin != "off")
 
 
-def test_without_rich_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_rich_it_says_what_to_do(tmp_path):
     done = kvtier("top", "--once", env=without(tmp_path, "rich"))
     assert done.returncode == 2
     assert "pip install rich" in done.stderr and "kvtier stats" in done.stderr

@@ -5,12 +5,10 @@ of the same length as kvtier's; float32 keeps a split prefill from changing an a
 runs split prefills alike, logprobs are compared bit by bit, else to 1e-4.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +22,7 @@ from tests.integration.conftest import (
     EVERY_MODE,
     V1_FIRST,
 )
-from tests.integration.engine_modes import OLDER, TOLD, Mode
-from tests.integration.fork_server import ForkServer
+from tests.integration.engine_modes import OLDER, TOLD
 from tests.integration.transfer import EVERY_HIT
 from tests.nvme_place import flip
 
@@ -41,7 +38,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def models(tmp_path_factory):
     from kvtier.bench.model import make_model
 
     folder = tmp_path_factory.mktemp("models")
@@ -49,18 +46,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def run(runs: Run, mode: Mode) -> Run:
+def run(runs, mode):
     """``run(scenario, kvtier=True, model="tiny", old=False, processes=False, **config)``: the
     scenario's answers in the test's mode, or its log on failure."""
 
-    def once(name: str, *, old: bool = False, **more: Any) -> Any:
+    def once(name, *, old=False, **more):
         return runs(OLDER if old else mode, name, **more)
 
     return once
 
 
 @pytest.fixture(scope="session")
-def runs(forks, models, tmp_path_factory) -> Run:
+def runs(forks, models, tmp_path_factory):
     """``runs(mode, scenario, kvtier=True, model="tiny", processes=False, **config)``.
 
     ``processes``: as many as in production, instead of one. ``config`` are kvtier's keys. Runs are
@@ -68,15 +65,7 @@ def runs(forks, models, tmp_path_factory) -> Run:
     """
     seen: dict[str, Any] = {}
 
-    def once(
-        mode: Mode,
-        name: str,
-        *,
-        kvtier: bool = True,
-        model: str = "tiny",
-        processes: bool = False,
-        **config: Any,
-    ) -> Any:
+    def once(mode, name, *, kvtier=True, model="tiny", processes=False, **config):
         call = json.dumps(
             [mode.name, name, kvtier, model, processes, config],
             sort_keys=True,
@@ -92,16 +81,7 @@ def runs(forks, models, tmp_path_factory) -> Run:
     return once
 
 
-def start(
-    forks: ForkServer,
-    scenario: str,
-    out: Path,
-    model: Path,
-    config: dict[str, Any] | None,
-    *,
-    processes: bool = False,
-    more: Mapping[str, str] | None = None,
-) -> Any:
+def start(forks, scenario, out, model, config, *, processes=False, more=None):
     """``scenario`` is a module of ``tests.integration`` and a name in it. ``config``: kvtier's
     keys; None: without kvtier. ``more`` goes into its environment. Its log lies beside ``out``.
     Its engines have run in the fork server's mode."""
@@ -144,9 +124,7 @@ class EngineFailed(str):
     __slots__ = ()
 
 
-def assert_same(
-    ours: list[dict[str, Any]], plain: list[dict[str, Any]], tolerance: float = 0.0
-) -> None:
+def assert_same(ours, plain, tolerance=0.0):
     assert isinstance(ours, list), str(ours)[-4000:]
     assert isinstance(plain, list), str(plain)[-4000:]
     assert [answer["tokens"] for answer in ours] == [answer["tokens"] for answer in plain]
@@ -154,13 +132,13 @@ def assert_same(
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=tolerance, rel=0)
 
 
-def corrupt(folder: Path) -> int:
+def corrupt(folder):
     """Chunks of a tier's folder that do not match their checksums."""
     told = kvtier("check", "--nvme", folder, "--json").stdout
     return sum(int(report["corrupt"]) for report in json.loads(told))
 
 
-def hits(answers: list[dict[str, Any]]) -> list[int]:
+def hits(answers):
     return [answer["cached"] for answer in answers]
 
 
@@ -172,12 +150,12 @@ class Life(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def lives(runs: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mode], Life]:
+def lives(runs, tmp_path_factory):
     """``lives(mode)``: one for all tests, in as many processes as in production, with RAM for all
     of it. Nobody opens its folder again: they take copies."""
 
     @cache
-    def once(mode: Mode) -> Life:
+    def once(mode):
         folder = tmp_path_factory.mktemp("life") / "nvme"
         disk = {"nvme_path": folder, "nvme_bytes": "64MiB", "ram_bytes": "64MiB"}
         answers = runs(mode, "plain", model="demo", processes=True, **disk)
@@ -188,21 +166,21 @@ def lives(runs: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mode
 
 
 @pytest.fixture
-def first(lives: Callable[[Mode], Life], mode: Mode, tmp_path: Path) -> Life:
+def first(lives, mode, tmp_path):
     """That life, with a copy of its folder for this test."""
     answers, folder = lives(mode)
     return Life(answers, Path(shutil.copytree(folder, tmp_path / "left")))
 
 
 @BOTH_RUNNERS
-def test_second_round_is_served_from_ram_and_bit_equal(run: Run, first: Life) -> None:
+def test_second_round_is_served_from_ram_and_bit_equal(run, first):
     plain = run("plain", kvtier=False, model="demo")
     assert_same(first.answers, plain)
     assert hits(first.answers) == [0] * 3 + [DOCUMENT_HIT] * 3 == hits(plain)
 
 
 @V1_FIRST
-def test_an_answer_of_latent_attention_goes_on_after_a_hit_as_it_did_before(run: Run) -> None:
+def test_an_answer_of_latent_attention_goes_on_after_a_hit_as_it_did_before(run):
     skip_if_broken("mla")
     answers = run("continued", model="mla")
     assert isinstance(answers, list), str(answers)[-4000:]
@@ -216,7 +194,7 @@ class TestOlderVllm:
     """What decides about a version, on the oldest that every change is tested with. The rest is the
     same code on both; ``make test-engines`` runs all of it there too."""
 
-    def test_older_vllm_is_served_alike(self, run: Run, disk: dict[str, Any]) -> None:
+    def test_older_vllm_is_served_alike(self, run, disk):
         ours, plain = (
             run("plain", old=True, **disk, ram_bytes="64MiB"),
             run("plain", old=True, kvtier=False),
@@ -227,19 +205,19 @@ class TestOlderVllm:
         assert_same(again[:3], ours[3:])
         assert hits(again) == [DOCUMENT_HIT] * 6, "it was restarted"
 
-    def test_older_vllm_recomputes_failed_loads(self, run: Run) -> None:
+    def test_older_vllm_recomputes_failed_loads(self, run):
         assert_failed_loads_are_recomputed(
             run("load_failure", old=True), run("plain", old=True, kvtier=False)
         )
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> dict[str, Any]:
+def disk(tmp_path):
     return {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
 
 @BOTH_RUNNERS
-def test_a_restarted_engine_is_warm_from_nvme(run: Run, first: Life) -> None:
+def test_a_restarted_engine_is_warm_from_nvme(run, first):
     again = run("plain", model="demo", nvme_path=first.left, nvme_bytes="64MiB")
     assert isinstance(again, list), str(again)[-4000:]
     assert hits(again) == [DOCUMENT_HIT] * 6
@@ -247,7 +225,7 @@ def test_a_restarted_engine_is_warm_from_nvme(run: Run, first: Life) -> None:
 
 
 @EVERY_MODE
-def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(run, disk) -> None:
+def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(run, disk):
     first = run("in_parts", **disk, chunk_tokens=32, ram_bytes="16MiB")
     again = run("in_parts", **disk, chunk_tokens=32, ram_bytes="256KiB")
     assert hits(again["answers"]) == [32 * 32] * 2
@@ -258,7 +236,7 @@ def test_a_prefix_eight_times_larger_than_ram_comes_back_whole_after_a_restart(r
 
 @pytest.mark.core
 @EVERY_MODE
-def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, first: Life) -> None:
+def test_a_damaged_disk_costs_hits_and_no_answer(run, first):
     """The last byte of every chunk is wrong: found before vLLM is promised any of it."""
     slots = first.left / "slots.kvtier"
     for end in range(DEMO_CHUNK_BYTES, slots.stat().st_size + 1, DEMO_CHUNK_BYTES):
@@ -280,21 +258,21 @@ def test_a_damaged_disk_costs_hits_and_no_answer(run: Run, first: Life) -> None:
         pytest.param("several_connectors", marks=MORE),
     ],
 )
-def test_engine_settings_and_the_bare_name(run: Run, scenario: str) -> None:
+def test_engine_settings_and_the_bare_name(run, scenario):
     ours = run(scenario)
     assert_same(ours, run("plain", kvtier=False))
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
 @EVERY_MODE
-def test_aborted_requests_leave_nothing_behind(run: Run) -> None:
+def test_aborted_requests_leave_nothing_behind(run):
     ours = run("abort")
     assert_same(ours, run("plain", kvtier=False))
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
 @V1_FIRST
-def test_lora_adapters_never_share(run: Run) -> None:
+def test_lora_adapters_never_share(run):
     ours, plain = run("lora"), run("lora", kvtier=False)
     assert isinstance(ours, dict), str(ours)[-4000:]
     assert len({tuple(answer["tokens"]) for answer in plain["first"]}) == 3, (
@@ -312,20 +290,20 @@ def test_lora_adapters_never_share(run: Run) -> None:
 @V1_FIRST
 class TestFeatures:
     @pytest.fixture
-    def ours(self, run: Run) -> Any:
+    def ours(self, run):
         answers = run("features")
         assert isinstance(answers, dict), str(answers)[-4000:]
         return answers
 
     @pytest.fixture
-    def plain(self, run: Run) -> Any:
+    def plain(self, run):
         return run("features", kvtier=False)
 
-    def test_batch(self, ours: Any, plain: Any) -> None:
+    def test_batch(self, ours, plain):
         assert_same(ours["batch"], plain["batch"], tolerance=1e-4)
         assert hits(ours["batch"]) == [DOCUMENT_HIT] * 6
 
-    def test_salts_never_share(self, ours: Any, plain: Any) -> None:
+    def test_salts_never_share(self, ours, plain):
         for name in ("salt_a", "salt_b", "salt_a_again"):
             assert_same(ours[name], plain[name], tolerance=1e-4)
         assert [hits(ours[name]) for name in ("salt_a", "salt_b", "salt_a_again")] == [
@@ -334,11 +312,11 @@ class TestFeatures:
             [DOCUMENT_HIT],
         ]
 
-    def test_a_request_that_keeps_kvtier_out_is_not_kept_and_not_served(self, ours, plain) -> None:
+    def test_a_request_that_keeps_kvtier_out_is_not_kept_and_not_served(self, ours, plain):
         assert_same(ours["apart"], plain["apart"], tolerance=1e-4)
         assert hits(ours["apart"]) == [0, 0, 0]
 
-    def test_misses_are_told_by_reason_in_vllms_metrics(self, ours: Any) -> None:
+    def test_misses_are_told_by_reason_in_vllms_metrics(self, ours):
         skip_if_broken("every count")
         chunks = DOCUMENT_HIT // CHUNK
         missed = {
@@ -346,26 +324,26 @@ class TestFeatures:
         }
         assert missed == {"missed_cold": 6 * chunks, "missed_salt": 2 * chunks}
 
-    def test_prompt_logprobs_are_computed_not_loaded(self, ours: Any, plain: Any) -> None:
+    def test_prompt_logprobs_are_computed_not_loaded(self, ours, plain):
         (one,), (other,) = ours["prompt_logprobs"], plain["prompt_logprobs"]
         assert one["cached"] == 0
         assert one["prompt_logprobs"][1:] == pytest.approx(other["prompt_logprobs"][1:], abs=1e-4)
         assert len(one["prompt_logprobs"]) == DOCUMENT_HIT + 1
 
-    def test_next_turn_hits_the_answer_too(self, ours: Any, plain: Any) -> None:
+    def test_next_turn_hits_the_answer_too(self, ours, plain):
         assert_same(ours["turns"], plain["turns"], tolerance=1e-4)
         prompt_and_answer = DOCUMENT_HIT + 1 + 2 * CHUNK + 8
         assert hits(ours["turns"])[1] == prompt_and_answer // CHUNK * CHUNK
 
 
 @BOTH_RUNNERS
-def test_failed_loads_are_recomputed_and_never_poison_the_cache(run: Run) -> None:
+def test_failed_loads_are_recomputed_and_never_poison_the_cache(run):
     assert_failed_loads_are_recomputed(
         run("load_failure", processes=True), run("plain", kvtier=False)
     )
 
 
-def assert_failed_loads_are_recomputed(ours: dict[str, Any], plain: list[dict[str, Any]]) -> None:
+def assert_failed_loads_are_recomputed(ours, plain):
     """In four rounds every third load fails after it wrote garbage: all answers stay what they
     were."""
     assert isinstance(ours, dict), str(ours)[-4000:]
@@ -379,7 +357,7 @@ def assert_failed_loads_are_recomputed(ours: dict[str, Any], plain: list[dict[st
 
 
 @EVERY_MODE
-def test_as_on_a_gpu_copies_run_beside_the_engines_steps(run: Run, disk: dict[str, Any]) -> None:
+def test_as_on_a_gpu_copies_run_beside_the_engines_steps(run, disk):
     ours = run("device", model="demo", ram_bytes="9MiB", **disk)
     assert isinstance(ours, dict), str(ours)[-4000:]
     plain = run("plain", kvtier=False, model="demo")
@@ -391,14 +369,14 @@ def test_as_on_a_gpu_copies_run_beside_the_engines_steps(run: Run, disk: dict[st
 @pytest.mark.skipif(
     engine_vllm().startswith("0.32."), reason="it keeps windows as they are: test_vllm_groups.py"
 )
-def test_sliding_window_beside_full_attention_works(run: Run) -> None:
+def test_sliding_window_beside_full_attention_works(run):
     ours = run("plain", model="swa")
     assert_same(ours, run("plain", kvtier=False, model="swa"), tolerance=1e-4)
     assert hits(ours)[3:] == [DOCUMENT_HIT] * 3
 
 
 @V1_FIRST
-def test_recurrent_models_without_prefix_caching_are_refused_by_name(run: Run) -> None:
+def test_recurrent_models_without_prefix_caching_are_refused_by_name(run):
     log = run("refused", model="mamba")
     assert isinstance(log, EngineFailed)
     if engine_vllm().startswith(

@@ -1,16 +1,11 @@
 """A real vLLM with KV events switched on: a subscriber of vLLM's own event stream sees what kvtier
 holds in each tier, block by block."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import Forks, in_modes
-from tests.integration.engine_modes import V1, Mode
+from tests.integration.conftest import in_modes
+from tests.integration.engine_modes import V1
 from tests.integration.test_vllm import DOCUMENT_HIT, start
 
 BLOCKS = DOCUMENT_HIT // 32
@@ -22,10 +17,10 @@ RAM = "600KiB"
 @pytest.mark.vllm
 @pytest.mark.slow
 @in_modes(V1)
-def test_a_subscriber_sees_what_every_tier_holds(forks: Forks, mode: Mode, tmp_path: Path) -> None:
+def test_a_subscriber_sees_what_every_tier_holds(forks, mode, tmp_path):
     model = make_model(tmp_path / "tiny", "tiny")
 
-    def life(name: str, **more: str) -> Any:
+    def life(name, **more):
         out = tmp_path / f"{name}.json"
         disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
         told = start(forks(mode), f"event_scenarios {name}", out, model, disk | more)

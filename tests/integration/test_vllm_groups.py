@@ -2,19 +2,16 @@
 attention, states. Equal answers, real hits, from RAM and after a restart from NVMe, and as much KV
 memory as without kvtier."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.bench.model import make_model
 from tests.engine_python import engine_vllm
-from tests.integration.conftest import EXTENDED, Forks, in_modes
-from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC, Mode
+from tests.integration.conftest import EXTENDED, in_modes
+from tests.integration.engine_modes import V1, V1_ASYNC, V2, V2_ASYNC
 from tests.integration.group_scenarios import AGAIN
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import assert_same, corrupt, hits, start
@@ -33,7 +30,7 @@ LESS = pytest.mark.extended
 MODES = (V2_ASYNC, V1, V1_ASYNC, V2)
 
 
-def cells(*models: str, cheap: Sequence[tuple[str, Mode]] = ()) -> pytest.MarkDecorator:
+def cells(*models, cheap=()):
     """Each model in each mode. ``make test-all`` has ``cheap`` ones: not the model with a state
     on V2, whose copies of states take seconds a prompt in Triton's interpreter."""
     found = [(model, mode) for model in models for mode in MODES]
@@ -56,13 +53,11 @@ pytestmark = [
 
 
 class Lives:
-    def __init__(self, forks: Forks, factory: pytest.TempPathFactory) -> None:
+    def __init__(self, forks, factory):
         self._forks, self._factory, self._seen = forks, factory, dict[Any, Any]()
         self._models = factory.mktemp("models")
 
-    def __call__(
-        self, mode: Mode, model: str, scenario: str = "life", *, kvtier: bool = True, **config: Any
-    ) -> Any:
+    def __call__(self, mode, model, scenario="life", *, kvtier=True, **config):
         call = mode, model, scenario, kvtier, *sorted(config.items())
         drafting = scenario == "asked_again_drafting"
         if call not in self._seen:
@@ -88,7 +83,7 @@ class Lives:
             self._seen[call] = told
         return self._seen[call]
 
-    def _with_drafts(self, made: Path) -> Path:
+    def _with_drafts(self, made):
         """The model with a layer that guesses what it answers to the document that is asked."""
         place = self._models / "drafting" / made.name
         if not place.exists():
@@ -97,16 +92,16 @@ class Lives:
 
 
 @pytest.fixture(scope="session")
-def all_lives(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Lives:
+def all_lives(forks, tmp_path_factory):
     return Lives(forks, tmp_path_factory)
 
 
 @pytest.fixture
-def lives(all_lives: Run, mode: Mode) -> Callable[..., Any]:
+def lives(all_lives, mode):
     return partial(all_lives, mode)
 
 
-def assert_equal(ours: Any, plain: Any, model: str) -> None:
+def assert_equal(ours, plain, model):
     for part in ("first", "again"):
         assert_same(ours[part], plain[part], tolerance=1e-4 if model == "swa" else 0.0)
     assert [answer["tokens"] for answer in ours["longer"]] == [
@@ -114,7 +109,7 @@ def assert_equal(ours: Any, plain: Any, model: str) -> None:
     ]
 
 
-def whole_hit(told: Any) -> int:
+def whole_hit(told):
     """Tokens of the longest hit of a document of a scenario: in whole blocks, and a token is
     computed."""
     block, tokens = int(told["facts"]["block"]), int(told["facts"]["document"])
@@ -122,7 +117,7 @@ def whole_hit(told: Any) -> int:
 
 
 @cells(*KINDS, cheap=CHEAP)
-def test_every_group_comes_back_from_ram_and_answers_are_equal(lives: Run, model: str) -> None:
+def test_every_group_comes_back_from_ram_and_answers_are_equal(lives, model):
     ours, plain = lives(model), lives(model, kvtier=False)
     for told in (ours, plain):
         assert told["facts"]["kinds"] == KINDS[model], "the groups under test are in force"
@@ -136,7 +131,7 @@ def test_every_group_comes_back_from_ram_and_answers_are_equal(lives: Run, model
 
 
 @cells("swa", "qwen3next", "gptoss", cheap=[("swa", V2_ASYNC)])
-def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(lives, model) -> None:
+def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(lives, model):
     ours = lives(model)
     first, second = hits(ours["longer"])
     assert first >= whole_hit(ours)
@@ -145,7 +140,7 @@ def test_a_prompt_that_goes_on_is_hit_where_the_answer_before_it_ended(lives, mo
 
 
 @cells("swa", "qwen3next")
-def test_every_group_comes_back_from_nvme_after_a_restart(lives, model, tmp_path) -> None:
+def test_every_group_comes_back_from_nvme_after_a_restart(lives, model, tmp_path):
     plain, folder = lives(model, kvtier=False), tmp_path / "nvme"
     disk: dict[str, Any] = {"nvme_path": str(folder), "nvme_bytes": "256MiB"}
     lives(model, **disk)
@@ -157,7 +152,7 @@ def test_every_group_comes_back_from_nvme_after_a_restart(lives, model, tmp_path
 
 
 @cells("swa", "qwen3next", cheap=[("swa", V1)])
-def test_every_group_comes_back_from_a_bucket_on_an_empty_host(lives, model, tmp_path) -> None:
+def test_every_group_comes_back_from_a_bucket_on_an_empty_host(lives, model, tmp_path):
     plain = lives(model, kvtier=False)
     shared: dict[str, Any] = {"object_url": "s3://bucket/groups", "object_bytes": "256MiB"}
     with S3Server() as server, operated(server.environment):
@@ -171,7 +166,7 @@ def test_every_group_comes_back_from_a_bucket_on_an_empty_host(lives, model, tmp
 
 
 @cells("qwen3next")
-def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(lives, model) -> None:
+def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(lives, model):
     block = lives(model, kvtier=False)["facts"]["block"]
     ours, plain = (lives(model, "asked_again_in_units", kvtier=one) for one in (True, False))
     blocks = lives(model, "asked_again")
@@ -188,7 +183,7 @@ def test_with_a_match_unit_hits_end_within_a_block_and_answers_are_equal(lives, 
 
 
 @in_modes(extended=(V2_ASYNC, V2))
-def test_states_beside_drafts_come_back_and_answers_are_equal(lives: Run) -> None:
+def test_states_beside_drafts_come_back_and_answers_are_equal(lives):
     """States of accepted tokens alone are right: with drafts and without a hit, from vLLM's own
     cache and from kvtier."""
     ours, plain = (lives("qwen3next", "asked_again_drafting", kvtier=one) for one in (True, False))
@@ -203,7 +198,7 @@ def test_states_beside_drafts_come_back_and_answers_are_equal(lives: Run) -> Non
 
 
 @EXTENDED
-def test_two_tensor_ranks_keep_their_parts_of_every_group(lives: Run) -> None:
+def test_two_tensor_ranks_keep_their_parts_of_every_group(lives):
     """Not with a state: there vLLM 0.32 has no prefix-cache hits with two ranks on CPUs, with or
     without kvtier."""
     ours = lives("swa", "tensor_parallel")

@@ -1,10 +1,7 @@
 """A real vLLM server with the middleware: what a client says in its own words arrives in the
 scheduler, and a client that says something odd is served like any other."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("hints")
     model = make_model(folder / "tiny", "tiny")
     middleware = ("--middleware", "kvtier.connectors.vllm.hints.Middleware")
@@ -30,11 +27,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def hints(server: Server, kind: str) -> float:
+def hints(server, kind):
     return server.metric("vllm:kvtier_hints_total", kind=kind)
 
 
-def test_hints_arrive_and_bad_ones_fail_nothing(server: Server) -> None:
+def test_hints_arrive_and_bad_ones_fail_nothing(server):
     body = body_of(document(1))
     complete(server.base_url, body, X_Session_ID="one")
     assert [hints(server, kind) for kind in ("over", "keep", "priority", "bad")] == [0, 0, 0, 0]
@@ -54,7 +51,7 @@ def test_hints_arrive_and_bad_ones_fail_nothing(server: Server) -> None:
     wait_for(lambda: hints(server, "over") == 2, "without the middleware's help")
 
 
-def test_an_engine_records_prompts_once_and_hints_after_them(server: Server) -> None:
+def test_an_engine_records_prompts_once_and_hints_after_them(server):
     record = str(server.folder / "record")
     before = len(list(lines_of(record)))
     body = body_of(document(11))

@@ -2,14 +2,11 @@
 server, RAM and an NVMe folder of its own, and a cable goes from one to the other. Where this
 process may not make a network, they meet on loopback, and a warning says so."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,11 @@ import pytest
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import free_port
 from tests.command import bare
-from tests.integration.engine_modes import TOLD, V1, V1_ASYNC, V2, V2_ASYNC, Mode
+from tests.integration.engine_modes import TOLD, V1, V1_ASYNC, V2, V2_ASYNC
 from tests.integration.test_vllm import CHUNK, TIMEOUT_S, assert_same, hits
 from tests.integration.test_vllm_modes import CHUNKS, assert_as_own, assert_restarted
 from tests.integration.transfer import EVERY_HIT
-from tests.network import ON_LOOPBACK, Network, two_hosts
+from tests.network import ON_LOOPBACK, two_hosts
 from tests.server_process import short_folder
 
 pytestmark = [
@@ -37,9 +34,7 @@ _OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 class TwoHosts:
-    def __init__(
-        self, ranks: str, model: Path, logs: Path, mode: Mode, folders: list[Path], net: Network
-    ) -> None:
+    def __init__(self, ranks, model, logs, mode, folders, net):
         self.disks = [folder / "nvme" for folder in folders]
         self._words = [sys.executable, "-m", "tests.integration.hosts_node", ranks, str(model)]
         self._logs, self._mode, self._folders, self._net = logs, mode, folders, net
@@ -71,7 +66,7 @@ class TwoHosts:
         }
         self._env |= mode.environment()
 
-    def live(self) -> dict[str, Any]:
+    def live(self):
         """Start both nodes and end both. What the engine tells."""
         self._lives += 1
         out = self._logs / f"life{self._lives}.json"
@@ -86,7 +81,7 @@ class TwoHosts:
         return told
 
     @contextmanager
-    def _node(self, node: int, port: int, out: Path) -> Iterator[subprocess.Popen[bytes]]:
+    def _node(self, node, port, out):
         servers = self._env["KVTIER_SERVER"].replace(
             str(self._folders[0]), str(self._folders[node])
         )
@@ -107,15 +102,15 @@ class TwoHosts:
             process.kill()  # and with it all that runs in its namespace
             process.communicate()
 
-    def _log(self, node: int, out: Path) -> Path:
+    def _log(self, node, out):
         return out.with_name(f"{out.stem}-node{node}.log")
 
-    def _said(self, node: int, out: Path) -> str:
+    def _said(self, node, out):
         return self._log(node, out).read_text()[-6_000:]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
@@ -132,7 +127,7 @@ CELLS.append(("tensor", V1_ASYNC))  # for stages vLLM turns async scheduling off
 )
 def test_an_engine_over_two_hosts_hits_their_ram_and_after_a_restart_their_disks(
     ranks, tiny, tmp_path, mode
-) -> None:
+):
     with ExitStack() as stack:
         folders = [stack.enter_context(short_folder()) for _ in range(2)]
         net = stack.enter_context(two_hosts())

@@ -6,17 +6,12 @@ Answers are compared with those of the same engine's own prefix cache. The test 
 load.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,12 +20,12 @@ from kvtier.bench.processes.engine import cache_args, shared_args, transfer
 from tests.admin_server import administered, spilled
 from tests.child_process import wait_for
 from tests.integration.conftest import EVERY_MODE, in_modes
-from tests.integration.engine_modes import TOLD, V1, V2_ASYNC, Mode
+from tests.integration.engine_modes import TOLD, V1, V2_ASYNC
 from tests.integration.http_engine import HttpEngine, body_of, post
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT
 from tests.integration.tiny_models import make_experts, make_lora
-from tests.server_process import ServerProcess, serving
+from tests.server_process import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
@@ -44,15 +39,7 @@ class Server(HttpEngine):
     of a server (``cache``). ``settings``: configuration keys. Once it has started, its engines have
     run in ``mode``."""
 
-    def __init__(
-        self,
-        model: Path,
-        folder: Path,
-        *more: str,
-        mode: Mode = V2_ASYNC,
-        cache: ServerProcess | None = None,
-        **settings: str,
-    ) -> None:
+    def __init__(self, model, folder, *more, mode=V2_ASYNC, cache=None, **settings):
         self.folder, self._mode = folder, mode
         args = [*shared_args("tiny", "float32", 32), *cache_args(2048, 512, TRANSFER)]
         args += ["--enforce-eager", "--seed", "0", "--shutdown-timeout", "10", *more]
@@ -76,16 +63,16 @@ class Server(HttpEngine):
         super().__init__(str(model), args, env, folder / "server.log", START_S)
         self._command[:3] = [sys.executable, "-m", "tests.integration.mode_server"]
 
-    def start(self) -> None:
+    def start(self):
         super().start()
         self._mode.check(self.folder / "told")
 
-    def ask(self, seed: int, model: str = "tiny", rank: int | None = None) -> dict[str, Any]:
+    def ask(self, seed, model="tiny", rank=None):
         headers = {} if rank is None else {"X_data_parallel_rank": str(rank)}
         return self.complete(document(seed), headers, model=model)
 
     @contextmanager
-    def begun(self, seed: int, **more: Any) -> Iterator[http.client.HTTPConnection]:
+    def begun(self, seed, **more):
         """A request whose answer is a stream. Its connection is closed at the end, whether the
         answer was read or not."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
@@ -98,15 +85,15 @@ class Server(HttpEngine):
         finally:
             connection.close()
 
-    def loaded(self, **labels: str) -> float:
+    def loaded(self, **labels):
         return self.metric("vllm:kvtier_loaded_chunks_total", **labels)
 
-    def loads(self) -> int:
+    def loads(self):
         file = self.folder / "loads"
         return file.stat().st_size if file.exists() else 0
 
     @contextmanager
-    def shut(self) -> Iterator[None]:
+    def shut(self):
         """Loads do not end before the end of this, or :meth:`open`."""
         (self.folder / "shut").touch()
         try:
@@ -114,23 +101,23 @@ class Server(HttpEngine):
         finally:
             self.open()
 
-    def open(self) -> None:
+    def open(self):
         (self.folder / "shut").unlink(missing_ok=True)
 
 
-def streamed(connection: http.client.HTTPConnection) -> Iterator[int]:
+def streamed(connection):
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
             yield from (token for choice in event["choices"] for token in choice["token_ids"] or ())
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def same(one, other):
     return bool(one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"])
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
@@ -138,19 +125,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestOneServer:
     @pytest.fixture(scope="class")
     @classmethod
-    def server(cls, tiny, mode, tmp_path_factory) -> Iterator[Server]:
+    def server(cls, tiny, mode, tmp_path_factory):
         server = Server(tiny, tmp_path_factory.mktemp("server"), mode=mode)
         with server:
             yield server
 
-    def kept(self, server: Server, seed: int) -> dict[str, Any]:
+    def kept(self, server, seed):
         assert server.ask(seed)["cached"] == 0
         own = server.ask(seed)
         assert own["cached"] == DOCUMENT_HIT
         server.forget()
         return own
 
-    def test_a_request_aborted_while_it_loads_leaves_nothing_behind(self, server: Server) -> None:
+    def test_a_request_aborted_while_it_loads_leaves_nothing_behind(self, server):
         own, loads = self.kept(server, 0), server.loads()
         with server.shut():
             with server.begun(0):
@@ -168,7 +155,7 @@ class TestOneServer:
         assert again["cached"] == DOCUMENT_HIT
         assert server.loaded() - loaded == CHUNKS
 
-    def test_a_reset_preempts_what_runs_and_it_resumes_from_kvtier(self, server, mode) -> None:
+    def test_a_reset_preempts_what_runs_and_it_resumes_from_kvtier(self, server, mode):
         """With async scheduling and a connector that loads vLLM frees blocks a step late, and says
         with status 500 that its own cache is not empty; the requests are preempted, and resume from
         that."""
@@ -192,7 +179,7 @@ class TestOneServer:
         assert server.loaded() - loaded >= lives * CHUNKS, "at its beginning, and when it resumed"
         assert [first, *rest] == undisturbed
 
-    def test_a_reset_of_kvtier_too_forgets_all(self, server: Server) -> None:
+    def test_a_reset_of_kvtier_too_forgets_all(self, server):
         own = self.kept(server, 2)
         assert server.reset(reset_external=True)
         assert server.ask(2)["cached"] == 0, "kvtier has forgotten it"
@@ -202,7 +189,7 @@ class TestOneServer:
         assert same(again, own)
         assert server.loaded() - loaded == CHUNKS, "and keeps it anew"
 
-    def test_resets_during_a_load_never_touch_what_is_loaded(self, server: Server) -> None:
+    def test_resets_during_a_load_never_touch_what_is_loaded(self, server):
         """vLLM refuses to preempt a request that loads. A reset of kvtier forgets the chunks, and
         lets the load end."""
         own, loads = self.kept(server, 3), server.loads()
@@ -219,12 +206,10 @@ class TestOneServer:
 
 
 @EVERY_MODE
-def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
-    tiny, mode, tmp_path
-) -> None:
+def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(tiny, mode, tmp_path):
     folders = [make_lora(tmp_path / f"adapter{seed}", tiny, seed=seed) for seed in (1, 2)]
 
-    def load(name: str, folder: Path) -> None:
+    def load(name, folder):
         post(
             f"{server.base_url}/v1/load_lora_adapter",
             {"lora_name": name, "lora_path": str(folder)},
@@ -256,7 +241,7 @@ def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(
 
 
 @EVERY_MODE
-def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny, mode, tmp_path) -> None:
+def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny, mode, tmp_path):
     with serving(ram_bytes="64MiB") as cache:
         server = Server(tiny, tmp_path, "--data-parallel-size", "2", mode=mode, cache=cache)
         with server:
@@ -265,9 +250,7 @@ def test_data_parallel_engines_of_a_dense_model_share_a_server(tiny, mode, tmp_p
 
 
 @in_modes(extended=(V1,))
-def test_two_ranks_over_a_server_go_on_through_its_crash_and_hit_its_disk(
-    tiny, mode, tmp_path
-) -> None:
+def test_two_ranks_over_a_server_go_on_through_its_crash_and_hit_its_disk(tiny, mode, tmp_path):
     with administered(ram_bytes="64MiB", nvme_bytes="64MiB") as cache:
         ranks = ("--tensor-parallel-size", "2")
         server = Server(tiny, tmp_path, *ranks, mode=mode, cache=cache)
@@ -287,7 +270,7 @@ def test_two_ranks_over_a_server_go_on_through_its_crash_and_hit_its_disk(
     assert all(one["tokens"] == told[0]["tokens"] for one in told)
 
 
-def answer_from_kvtier(server: Server, seed: int, rank: int) -> dict[str, Any]:
+def answer_from_kvtier(server, seed, rank):
     """What a rank answers that has computed it, forgotten it, and loaded it. The other rank is
     idle."""
     idle = str(1 - rank)
@@ -302,7 +285,7 @@ def answer_from_kvtier(server: Server, seed: int, rank: int) -> dict[str, Any]:
     return own
 
 
-def check_load(server: Server, seed: int, rank: int, own: dict[str, Any]) -> None:
+def check_load(server, seed, rank, own):
     loaded = server.loaded(engine=str(rank))
     warm = server.ask(seed, rank=rank)
     assert same(warm, own)
@@ -310,14 +293,14 @@ def check_load(server: Server, seed: int, rank: int, own: dict[str, Any]) -> Non
     assert server.loaded(engine=str(rank)) - loaded == CHUNKS
 
 
-def check_engines_that_share(server: Server) -> None:
+def check_engines_that_share(server):
     owns = [answer_from_kvtier(server, rank, rank) for rank in (0, 1)]
     for rank in (0, 1):
         check_load(server, 1 - rank, rank, owns[1 - rank])
 
 
 @EVERY_MODE
-def test_data_parallel_ranks_of_which_one_is_idle(mode: Mode, tmp_path: Path) -> None:
+def test_data_parallel_ranks_of_which_one_is_idle(mode, tmp_path):
     model = make_experts(tmp_path / "experts")
     server = Server(model, tmp_path, "--data-parallel-size", "2", mode=mode)
     with server:

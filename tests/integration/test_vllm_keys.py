@@ -5,8 +5,6 @@ served.
 Each is compared with the same engine without kvtier.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable
@@ -16,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from tests.integration.conftest import Forks, in_modes
-from tests.integration.engine_modes import V1, Mode
+from tests.integration.conftest import in_modes
+from tests.integration.engine_modes import V1
 from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
 from tests.integration.tiny_models import make_family
 
@@ -28,13 +26,13 @@ WEIGHTS = ".safetensors"
 
 
 @pytest.fixture
-def run(forks: Forks, mode: Mode, tmp_path: Path) -> Run:
+def run(forks, mode, tmp_path):
     """``run(scenario, model, kvtier=True, **environment)``: its answers. All runs have one NVMe
     folder."""
     numbers = itertools.count()
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
-    def once(name: str, model: Path, *, kvtier: bool = True, **more: str) -> Any:
+    def once(name, model, *, kvtier=True, **more):
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
         answers = start(
@@ -47,16 +45,16 @@ def run(forks: Forks, mode: Mode, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def first(tmp_path: Path) -> Path:
+def first(tmp_path):
     return make_model(tmp_path / "first", "tiny", seed=0)
 
 
 @pytest.fixture
-def second(tmp_path: Path) -> Path:
+def second(tmp_path):
     return make_model(tmp_path / "second", "tiny", seed=1)
 
 
-def without_weights(model: Path, into: Path) -> Path:
+def without_weights(model, into):
     """A copy of the model's folder as vLLM's object-storage streamer makes it: no file of
     weights."""
     return Path(
@@ -66,13 +64,11 @@ def without_weights(model: Path, into: Path) -> Path:
     )
 
 
-def differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+def differ(one, other):
     return all(left["tokens"] != right["tokens"] for left, right in zip(one, other, strict=True))
 
 
-def test_a_place_whose_content_was_replaced_is_another_checkpoint(
-    run, first, second, tmp_path
-) -> None:
+def test_a_place_whose_content_was_replaced_is_another_checkpoint(run, first, second, tmp_path):
     folder, place = without_weights(first, tmp_path / "folder"), tmp_path / "place"
     shutil.copytree(first, place)
     run("streamed", folder, TEST_WEIGHTS=str(place))
@@ -82,7 +78,7 @@ def test_a_place_whose_content_was_replaced_is_another_checkpoint(
     assert hits(two)[:3] == [0, 0, 0]
 
 
-def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(run, first) -> None:
+def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(run, first):
     ours, plain = run("written", first), run("written", first, kvtier=False)
     assert differ(plain["before"][:3], plain["after"][:3]), (
         "the weights make no difference, so nothing was tested"
@@ -95,7 +91,7 @@ def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
     assert hits(restarted) == [DOCUMENT_HIT] * 6, "what the old weights computed is there for them"
 
 
-def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run, tmp_path) -> None:
+def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run, tmp_path):
     model = make_model(tmp_path / "mla", "mla")
     ours, plain = run("prefix_caching", model), run("prefix_caching", model, kvtier=False)
     if plain["prefix_caching"]:
@@ -106,14 +102,14 @@ def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run, tmp_
     assert_left_alone(tmp_path, "MLA on this CPU")
 
 
-def assert_left_alone(folder: Path, why: str) -> None:
+def assert_left_alone(folder, why):
     """The log of the first engine says so once."""
     (log,) = folder.glob("run0/answers.log")
     said = log.read_text()
     assert said.count(f"{why}: kvtier keeps and serves nothing in this engine") == 1
 
 
-def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(run, tmp_path) -> None:
+def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(run, tmp_path):
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 4, "H_cycles": 2, "L_cycles": 1}
     model = make_family(tmp_path / "prefix_lm", "hrm_text", embedding_scale=1.0, **sizes)
     apart, served = run("prefix_lm", model)
@@ -124,7 +120,7 @@ def test_a_prefix_lm_whose_prompts_begin_alike_is_answered_as_without_kvtier(run
 
 def test_an_embedding_model_that_pools_all_tokens_answers_the_same_prompt_again(
     run, first, tmp_path
-) -> None:
+):
     once, twice, thrice = run("mean_pooling", first)
     assert once == twice == thrice
     assert_left_alone(tmp_path, "LlamaForCausalLM as it is used here")

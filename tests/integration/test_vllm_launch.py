@@ -1,8 +1,6 @@
 """The operator's first five minutes on a real vLLM: one variable and one word. LMCache's place
 taken as LMI has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -38,9 +36,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 class Launched(HttpEngine):
     """``kvtier launch -- vllm serve MODEL ...`` behind the fence."""
 
-    def __init__(
-        self, enter: str, model: str, args: list[str], env: dict[str, str], log: Path
-    ) -> None:
+    def __init__(self, enter, model, args, env, log):
         super().__init__(model, args, env, log, START_S)
         python = engine_python()
         vllm = Path(python).with_name("vllm")
@@ -48,12 +44,12 @@ class Launched(HttpEngine):
         begin = ["unshare", "-m", "bash", "-c", f'{enter} && exec "$@"', "bash"]
         self._command = [*begin, *launch, "--host", "127.0.0.1", *args]
 
-    def answer(self, prompt: list[int]) -> tuple[list[int], int]:
+    def answer(self, prompt):
         told = self.complete(prompt)
         return told["tokens"], told["cached"]
 
 
-def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
+def test_one_variable_and_one_word_are_all(tmp_path):
     with fence(tmp_path, MEMORY, DISK) as (disk, enter):
         make_model(disk / "tiny", "tiny")
         args = shlex.split(f"{ENGINE} --max-model-len 736 --num-gpu-blocks-override 24")
@@ -94,9 +90,7 @@ def test_one_variable_and_one_word_are_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is_warm(
-    tmp_path,
-) -> None:
+def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is_warm(tmp_path):
     model = str(make_model(tmp_path / "tiny", "tiny"))
     args = shlex.split(f"{ENGINE} --max-model-len 736")
     always = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
@@ -119,20 +113,20 @@ def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is
         assert server.answer(document(0)) == (first, HIT)
 
 
-def on_disk(server: Launched) -> float:
+def on_disk(server):
     """Chunks, as an engine says that has just made a step."""
     server.answer([1, 2, 3])
     return server.metric("kvtier_stores_total", tier="nvme")
 
 
-def assert_told_once(said: str, level: str, text: str) -> None:
+def assert_told_once(said, level, text):
     """In the log of an engine's three processes there is one such line, as vLLM writes its own:
     level, time, file. ``launch`` may have said it before."""
     form = rf"\b{level} \d\d-\d\d [\d:]+ \[\w+\.py:\d+\].*{re.escape(text)}"
     assert len([line for line in said.splitlines() if re.search(form, line)]) == 1
 
 
-def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path: Path) -> None:
+def test_lmcaches_connector_is_served_by_kvtier_as_lmi_configures_it(tmp_path):
     model, out, disk = (
         make_model(tmp_path / "tiny", "tiny"),
         tmp_path / "answers.json",

@@ -1,11 +1,8 @@
 """A real vLLM server's /metrics: kvtier's own series are there before the first request, and follow
 what it does."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +19,7 @@ CHUNKS, CHUNK = 4, 64
 
 
 @pytest.fixture
-def engine(tmp_path) -> Iterator[HttpEngine]:
+def engine(tmp_path):
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "KVTIER_RAM_BYTES": "1MiB",
@@ -39,7 +36,7 @@ def engine(tmp_path) -> Iterator[HttpEngine]:
         yield engine
 
 
-def samples(engine: HttpEngine) -> dict[tuple[str, str], float]:
+def samples(engine):
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families("\n".join([*engine.metrics(), ""])):
         for one in family.samples:
@@ -49,21 +46,21 @@ def samples(engine: HttpEngine) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_series_are_there_from_the_start_and_follow_the_engine(engine) -> None:
+def test_series_are_there_from_the_start_and_follow_the_engine(engine):
     before = samples(engine)
     for name in ("loads_total", "stores_total", "evictions_total", "read_bytes_total"):
         assert before[f"kvtier_{name}", "ram"] == before[f"kvtier_{name}", "nvme"] == 0
     assert before["kvtier_lookup_seconds_count", ""] == 0
     assert before["vllm:kvtier_missed_chunks_total", "cold"] == 0
 
-    def ask(seed: int) -> None:
+    def ask(seed):
         tokens = range(CHUNKS * CHUNK + 1)
         engine.complete([100 + (seed * 97 + place * 31) % 1500 for place in tokens], max_tokens=2)
 
     for seed in [*range(8)] * 2:  # more than RAM and the GPU cache hold
         ask(seed)
 
-    def told() -> bool:
+    def told():
         ask(0)  # an engine tells when it takes a step, at most once a second
         now = samples(engine)
         loads = now["kvtier_loads_total", "ram"] + now["kvtier_loads_total", "nvme"]

@@ -5,8 +5,6 @@ Every test also says what shows that its mode was in force, and fails when nothi
 runs by both of vLLM's model runners, with and without async scheduling, where vLLM lets it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,8 @@ import pytest
 
 from kvtier.bench.model import PRESETS, kv_token_bytes, make_model
 from tests.engine_python import skip_if_broken
-from tests.integration.conftest import EVERY_MODE, EXTENDED, Forks, in_modes
-from tests.integration.engine_modes import V1, V2, V2_ASYNC, Mode
+from tests.integration.conftest import EVERY_MODE, EXTENDED, in_modes
+from tests.integration.engine_modes import V1, V2, V2_ASYNC
 from tests.integration.test_vllm import CHUNK, DOCUMENT_HIT, assert_same, hits, start
 from tests.integration.tiny_models import make_seeing
 
@@ -28,35 +26,28 @@ CHUNKS = DOCUMENT_HIT // CHUNK
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def latent(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "mla", "mla")
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeing(tmp_path_factory):
     return make_seeing(tmp_path_factory.mktemp("models") / "seeing")
 
 
 @pytest.fixture
-def run(forks: Forks, mode: Mode, tmp_path: Path) -> Run:
+def run(forks, mode, tmp_path):
     """``run(scenario, model, **environment)``: what it tells. All engines of a test have one NVMe
     folder."""
     numbers = itertools.count()
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
 
-    def once(
-        name: str,
-        model: Path,
-        *,
-        module: str = "mode_scenarios",
-        processes: bool = False,
-        **more: str,
-    ) -> Any:
+    def once(name, model, *, module="mode_scenarios", processes=False, **more):
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
         told = start(
@@ -68,9 +59,7 @@ def run(forks: Forks, mode: Mode, tmp_path: Path) -> Run:
     return once
 
 
-def assert_as_own(
-    told: dict[str, Any], hit: int = DOCUMENT_HIT, prompts: int = 1, tolerance: float = 0.0
-) -> None:
+def assert_as_own(told, hit=DOCUMENT_HIT, prompts=1, tolerance=0.0):
     """What only kvtier had is what vLLM's own prefix cache gave, from hits of the same length."""
     cold, own, warm = (told["loaded"][index].get("loaded_ram", 0) for index in range(3))
     assert cold == own, "the engine's own hit was its own"
@@ -80,9 +69,7 @@ def assert_as_own(
     assert_same(told["cold"], told["own"], tolerance=1e-4)
 
 
-def assert_restarted(
-    again: dict[str, Any], told: dict[str, Any], chunks: int = CHUNKS, tolerance: float = 0.0
-) -> None:
+def assert_restarted(again, told, chunks=CHUNKS, tolerance=0.0):
     """What another engine answers first comes from NVMe, and is what the first engine's own cache
     gave."""
     assert again["loaded"][0].get("loaded_nvme", 0) >= chunks
@@ -94,7 +81,7 @@ def assert_restarted(
 class TestWays:
     @pytest.fixture(scope="class")
     @classmethod
-    def lives(cls, forks, mode, tiny, tmp_path_factory) -> list[dict[str, Any]]:
+    def lives(cls, forks, mode, tiny, tmp_path_factory):
         folder = tmp_path_factory.mktemp("ways")
         disk = {"nvme_path": folder / "nvme", "nvme_bytes": "64MiB"}
         told = [
@@ -105,7 +92,7 @@ class TestWays:
             assert isinstance(life, dict), str(life)[-4000:]
         return told
 
-    def test_chunked_prefill(self, lives: list[dict[str, Any]]) -> None:
+    def test_chunked_prefill(self, lives):
         told, again = (life["in pieces"] for life in lives)
         assert_as_own(told)
         assert_restarted(again, told)
@@ -113,7 +100,7 @@ class TestWays:
             "what is left of the prompt is computed in two steps"
         )
 
-    def test_several_answers_to_one_prompt(self, lives: list[dict[str, Any]]) -> None:
+    def test_several_answers_to_one_prompt(self, lives):
         told, again = (life["several"] for life in lives)
         assert len(told["warm"]) == 3
         assert max(len(step) for step in told["plans"]) == 3, "three requests in a step"
@@ -122,20 +109,20 @@ class TestWays:
         assert_same(told["warm"], told["own"])
         assert_same(again["cold"], told["own"])
 
-    def test_beam_search(self, lives: list[dict[str, Any]]) -> None:
+    def test_beam_search(self, lives):
         told, again = (life["beams"] for life in lives)
         assert len({tuple(beam["tokens"]) for beam in told["own"]}) == 3
         assert told["loaded"][2]["loaded_ram"] - told["loaded"][1]["loaded_ram"] == CHUNKS
         assert_same(told["warm"], told["own"])
         assert_same(again["cold"], told["own"])
 
-    def test_structured_output(self, lives: list[dict[str, Any]]) -> None:
+    def test_structured_output(self, lives):
         told, again = (life["structured"] for life in lives)
         assert_as_own(told)
         assert_restarted(again, told)
         assert told["own"][0]["text"] in ("yes", "no", "perhaps")
 
-    def test_prompt_logprobs(self, lives: list[dict[str, Any]]) -> None:
+    def test_prompt_logprobs(self, lives):
         told, again = (life["prompt logprobs"] for life in lives)
         for one in (told["cold"], told["own"], told["warm"], again["cold"]):
             assert hits(one)[1] == 0
@@ -148,7 +135,7 @@ class TestWays:
 
 
 @EXTENDED
-def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) -> None:
+def test_without_vllms_prefix_caching_every_hit_is_loaded(run, tiny):
     """The scenario asserts that it is off. vLLM's own hit is that of an engine that has it on."""
     told, own = run("no_prefix_caching", tiny)["answers"], run("one_prompt", tiny)["answers"]
     assert [loaded.get("loaded_ram", 0) for loaded in told["loaded"]] == [0, CHUNKS, 2 * CHUNKS]
@@ -161,7 +148,7 @@ def test_without_vllms_prefix_caching_every_hit_is_loaded(run: Run, tiny: Path) 
 
 
 @EXTENDED
-def test_quantised_kv_is_kept_as_it_is(run: Run, tiny: Path) -> None:
+def test_quantised_kv_is_kept_as_it_is(run, tiny):
     if "avx512" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("vLLM's KV of eight bits on CPUs needs AVX-512 or AMX")
     told, again = (run("quantised", tiny)["answers"] for _ in range(2))
@@ -170,7 +157,7 @@ def test_quantised_kv_is_kept_as_it_is(run: Run, tiny: Path) -> None:
 
 
 @EVERY_MODE
-def test_preempted_requests_resume_from_what_kvtier_kept(run: Run, tiny: Path) -> None:
+def test_preempted_requests_resume_from_what_kvtier_kept(run, tiny):
     roomy, tight = (run("preemption", tiny, TEST_BLOCKS=blocks) for blocks in ("1024", "21"))
     assert_as_own(roomy, hit=256, prompts=2)
     assert roomy["preemptions"] == 0
@@ -181,20 +168,20 @@ def test_preempted_requests_resume_from_what_kvtier_kept(run: Run, tiny: Path) -
 
 
 @EVERY_MODE
-def test_speculation_by_eagle_saves_what_was_accepted(run: Run, tiny: Path) -> None:
+def test_speculation_by_eagle_saves_what_was_accepted(run, tiny):
     skip_if_broken("speculative")
     assert_saves_what_was_accepted(run, tiny, "eagle")
 
 
 @in_modes(extended=(V2, V1))
-def test_speculation_by_ngram_saves_what_was_accepted(run: Run, tiny: Path) -> None:
+def test_speculation_by_ngram_saves_what_was_accepted(run, tiny):
     """vLLM itself turns async scheduling off for it."""
     skip_if_broken("speculative")
     assert_saves_what_was_accepted(run, tiny, "ngram")
 
 
 @EXTENDED
-def test_structured_output_of_drafted_tokens(run: Run, tiny: Path) -> None:
+def test_structured_output_of_drafted_tokens(run, tiny):
     skip_if_broken("speculative")
     told, again = run("structured_drafts", tiny), run("structured_drafts", tiny)
     assert_as_own(told["answers"])
@@ -204,7 +191,7 @@ def test_structured_output_of_drafted_tokens(run: Run, tiny: Path) -> None:
     assert 0 < told["tokens"]["accepted"] < told["tokens"]["draft"]
 
 
-def assert_saves_what_was_accepted(run: Run, model: Path, how: str) -> None:
+def assert_saves_what_was_accepted(run, model, how):
     """A prompt, and a next turn that is hit as far as a chunk was made of accepted tokens."""
     told, again = run(how, model), run(how, model)
     assert_as_own(told["answers"])
@@ -217,18 +204,18 @@ def assert_saves_what_was_accepted(run: Run, model: Path, how: str) -> None:
 
 
 @EVERY_MODE
-def test_tensor_parallel_ranks(run: Run, mode: Mode, tiny: Path) -> None:
+def test_tensor_parallel_ranks(run, mode, tiny):
     assert_ranks(run, tiny, "tensor_parallel", mode.depth())
 
 
 @in_modes(extended=(V2_ASYNC, V1, V2))
-def test_pipeline_stages(run: Run, mode: Mode, tiny: Path) -> None:
+def test_pipeline_stages(run, mode, tiny):
     """Two stages have two batches in flight, and three with async scheduling, which vLLM turns off
     for them on V1."""
     assert_ranks(run, tiny, "pipeline_parallel", mode.depth(2))
 
 
-def assert_ranks(run: Run, model: Path, ranks: str, in_flight: int) -> None:
+def assert_ranks(run, model, ranks, in_flight):
     told, again = run(ranks, model), run(ranks, model)
     assert_as_own(told["one"])
     assert_restarted(again["one"], told["one"])
@@ -241,7 +228,7 @@ def assert_ranks(run: Run, model: Path, ranks: str, in_flight: int) -> None:
 @pytest.mark.parametrize(
     ("scenario", "ranks"), [("latent", 1), ("latent_tensor_parallel", 2)], ids=["one", "two ranks"]
 )
-def test_multi_head_latent_attention(run: Run, latent: Path, scenario: str, ranks: int) -> None:
+def test_multi_head_latent_attention(run, latent, scenario, ranks):
     """vLLM's CPU platform turns prefix caching off for it, because a hit's last token is computed
     by another kernel than that of a prefill. The scenario turns it on again. A hit of vLLM's own
     and one of kvtier's are then computed by the same kernels.
@@ -261,7 +248,7 @@ def test_multi_head_latent_attention(run: Run, latent: Path, scenario: str, rank
 
 
 @EXTENDED
-def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
+def test_images_are_part_of_a_prompts_name(run, seeing):
     told, again = run("seeing", seeing), run("seeing", seeing)
     one, other = told["image 0"], told["image 1"]
     assert one["own"][0]["tokens"] != other["own"][0]["tokens"], "the images make no difference"
@@ -273,7 +260,7 @@ def test_images_are_part_of_a_prompts_name(run: Run, seeing: Path) -> None:
 
 
 @EXTENDED
-def test_a_session_that_adds_an_image_later_saves_it_under_that_image(run, seeing) -> None:
+def test_a_session_that_adds_an_image_later_saves_it_under_that_image(run, seeing):
     told = run("image_later", seeing, module="session_scenarios", processes=True)
     again = run("image_later", seeing, module="session_scenarios", processes=True)
     before_the_image = 3 * CHUNK

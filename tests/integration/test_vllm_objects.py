@@ -1,10 +1,7 @@
 """A real vLLM whose host is new: RAM and NVMe are empty, and the page's bucket is warm."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +23,12 @@ HIT = CHUNKS * CHUNK
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[S3Server]:
+def bucket():
     with S3Server() as server, operated(server.environment):
         yield server
 
 
-def readmes_export() -> str:
+def readmes_export():
     """The line by which the page gives an engine a bucket."""
     (line,) = re.findall(
         r"^export KVTIER_OBJECT_URL=s3://.*$", (ROOT / "deploy/TIERS.md").read_text(), re.MULTILINE
@@ -42,7 +39,7 @@ def readmes_export() -> str:
 class Host(Launched):
     """A host that has nothing but ``folder``, which is new."""
 
-    def __init__(self, model: Path, folder: Path, bucket: S3Server) -> None:
+    def __init__(self, model, folder, bucket):
         folder.mkdir()
         args = shlex.split(
             """--served-model-name tiny --dtype float32 --max-model-len 2048 --block-size 32
@@ -63,7 +60,7 @@ class Host(Launched):
 
 
 @pytest.mark.skipif(not engine_vllm().startswith("0.32."), reason="hits by source: vLLM 0.32")
-def test_an_engine_on_an_empty_host_starts_warm_from_the_bucket(bucket, tmp_path) -> None:
+def test_an_engine_on_an_empty_host_starts_warm_from_the_bucket(bucket, tmp_path):
     model, prompt = make_model(tmp_path / "demo", "demo"), document(1, HIT + 1)
     objects = beside()
     one = Host(model, tmp_path / "one", bucket)
@@ -76,7 +73,7 @@ def test_an_engine_on_an_empty_host_starts_warm_from_the_bucket(bucket, tmp_path
         warm = other.complete(prompt)
         seeds = iter(range(100, 200))
 
-        def told() -> bool:
+        def told():
             other.complete(document(next(seeds), CHUNK // 2))  # a step tells
             return other.metric("kvtier_hit_tokens_total", tier="object") > 0
 

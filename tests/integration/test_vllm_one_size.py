@@ -1,12 +1,9 @@
 """Two engines of one model, each from a shell of its own with the pages' lines, share a server,
 Redis or a bucket."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -26,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def variables(*words: str) -> dict[str, str]:
+def variables(*words):
     (line,) = (one for block in BLOCKS for one in block.splitlines() if one.startswith(words))
     return dict(re.findall(r"\b(KVTIER_\w+)=(\S+)", line.partition("#")[0]))
 
@@ -35,7 +32,7 @@ MORE = (pytest.param(one, marks=pytest.mark.extended) for one in ("server", "buc
 
 
 @pytest.fixture(params=["Redis", *MORE])
-def shared(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, str], Callable[[], int]]]:
+def shared(request):
     own = {"KVTIER_RAM_BYTES": "64MiB", "KVTIER_LOAD_TIMEOUT_MS": "20000"}
     tiers = (ROOT / "deploy/TIERS.md").read_text()
     match request.param:
@@ -63,7 +60,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, str], Cal
 
 def test_an_engine_with_the_switch_and_one_without_it_hit_what_the_other_saved(
     tmp_path, monkeypatch, shared
-) -> None:
+):
     for name in ("KVTIER_CHUNK_TOKENS", "KVTIER_AUTO", "KVTIER_SERVER"):
         monkeypatch.delenv(name, raising=False)
     model = str(make_model(tmp_path / "tiny", "tiny"))

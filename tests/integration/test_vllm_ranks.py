@@ -1,8 +1,6 @@
 """``kvtier launch`` of a real vLLM with two data-parallel ranks: they share a server that launch
 starts, so what one has computed is a hit of the other."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -14,7 +12,7 @@ from tests.integration.test_vllm_http import Server
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
 
 
-def test_with_the_one_switch_the_ranks_share_a_server_and_plan_no_tier_themselves(tmp_path) -> None:
+def test_with_the_one_switch_the_ranks_share_a_server_and_plan_no_tier_themselves(tmp_path):
     server = Server(make_model(tmp_path / "tiny", "tiny"), tmp_path, "--data-parallel-size", "2")
     at = server._command.index("--kv-transfer-config")
     del server._command[at : at + 2]

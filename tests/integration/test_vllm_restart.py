@@ -2,19 +2,15 @@
 that users have, where RAM holds a prompt, a third or an eighth of it. Most combinations are decided
 on vLLM's own scheduler (tests/unit/connectors/test_vllm_restart.py)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.integration.conftest import Forks
 from tests.integration.engine_modes import V1, V2_ASYNC, Mode
 from tests.integration.restart_scenarios import CHUNKS
 from tests.integration.scenarios import BLOCK
@@ -36,12 +32,12 @@ Life = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
-def lives(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Life:
+def lives(forks, tmp_path_factory):
     from kvtier.bench.model import make_model
 
     model = make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
-    def once(mode: Mode, scenario: str, **config: Any) -> Any:
+    def once(mode, scenario, **config):
         out = tmp_path_factory.mktemp("run") / "answers.json"
         keys = {"chunk_tokens": BLOCK} | config
         more = {EVERY_HIT: "0"}
@@ -56,11 +52,11 @@ def lives(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Life:
 
 
 @pytest.fixture(scope="session")
-def killed(lives: Life, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mode], Any]:
+def killed(lives, tmp_path_factory):
     """``killed(mode)``: the answers of an engine that was killed, and the folder that it left."""
 
     @cache
-    def once(mode: Mode) -> tuple[Any, Path]:
+    def once(mode):
         folder = tmp_path_factory.mktemp("life") / "nvme"
         disk = {"nvme_path": folder, "nvme_bytes": "16MiB"}
         return lives(mode, "filled", ram_bytes=f"{HOLDS * CHUNK_BYTES}B", **disk), folder
@@ -75,7 +71,7 @@ class Case(NamedTuple):
     config: dict[str, Any]
 
 
-def case(mode: Mode, slots: int, *, busy: bool = False, more: bool = True, **config: Any) -> Any:
+def case(mode, slots, *, busy=False, more=True, **config):
     words = [mode.name, str(slots), *(["busy"] if busy else []), *config]
     marks = [MORE] if more else []
     return pytest.param(Case(mode, slots, busy, config), id=" ".join(words), marks=marks)
@@ -90,7 +86,7 @@ def case(mode: Mode, slots: int, *, busy: bool = False, more: bool = True, **con
         case(V1, HOLDS, busy=True, auto="true"),
     ],
 )
-def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_path, one) -> None:
+def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_path, one):
     computed, left = killed(one.mode)
     shutil.copytree(left, tmp_path / "nvme")
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "16MiB"}
@@ -102,7 +98,7 @@ def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_
 
 
 @MORE
-def test_so_they_come_from_redis(lives: Life) -> None:
+def test_so_they_come_from_redis(lives):
     with RedisServer() as server:
         shared = {"redis_url": server.url, "redis_bytes": "64MiB"}
         lives(V1, "filled", ram_bytes=f"{HOLDS * CHUNK_BYTES}B", **shared)
@@ -111,7 +107,7 @@ def test_so_they_come_from_redis(lives: Life) -> None:
 
 
 @MORE
-def test_so_they_come_over_a_server(lives: Life, tmp_path: Path) -> None:
+def test_so_they_come_over_a_server(lives, tmp_path):
     disk: dict[str, Any] = {
         "slot_bytes": CHUNK_BYTES,
         "nvme_path": str(tmp_path / "nvme"),

@@ -1,7 +1,5 @@
 """Real vLLM engines over one server: the second hits what the first saved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from tests.server_process import serving
 @pytest.mark.vllm
 @pytest.mark.slow
 @EVERY_MODE
-def test_a_second_engine_hits_what_the_first_saved(forks, mode, tmp_path) -> None:
+def test_a_second_engine_hits_what_the_first_saved(forks, mode, tmp_path):
     model = make_model(tmp_path / "tiny", "tiny")
     with serving(ram_bytes="64MiB") as server:
         at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}

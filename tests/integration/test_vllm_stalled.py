@@ -1,8 +1,6 @@
 """Real vLLM over a tier that stops answering. It has the host to itself, because what a load is
 worth depends on how quick the engine is, so it has a file of its own, which runs late."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.bench.model import make_model
@@ -19,7 +17,7 @@ from tests.redis_server import RedisServer
 @pytest.mark.slow
 def test_a_stalled_tier_is_left_after_one_deadline_and_used_again_later(
     forks, mode, tmp_path, monkeypatch
-) -> None:
+):
     model = make_model(tmp_path / "demo", "demo")
     with RedisServer() as server:
         monkeypatch.setenv("TEST_REDIS_PID", str(server.pid))

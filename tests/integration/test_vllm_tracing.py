@@ -1,8 +1,6 @@
 """A real vLLM that is started with ``--otlp-traces-endpoint``: what a real receiver gets of
 kvtier's lookups and loads, beside vLLM's own span of the request."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.bench.model import make_model
@@ -19,7 +17,7 @@ SOON = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
 VLLMS = "llm_request"
 
 
-def test_a_request_is_one_trace_with_its_lookup_and_its_load(tmp_path, monkeypatch) -> None:
+def test_a_request_is_one_trace_with_its_lookup_and_its_load(tmp_path, monkeypatch):
     for name, value in (HTTP | SOON).items():
         monkeypatch.setenv(name, value)
     model = make_model(tmp_path / "tiny", "tiny")

@@ -1,11 +1,6 @@
 """Documents on a real vLLM: what ``kvtier warm`` makes a hit, and what the stable order does."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,14 +16,14 @@ DOCUMENTS = [generated_text(150, seed=seed) for seed in range(2, 5)]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warm")
     server = Served(make_model(folder / "tiny", "tiny"), folder)
     with server:
         yield server
 
 
-def warm(served: Served, folder: Path, *words: str) -> str:
+def warm(served, folder, *words):
     (folder / "anchor").write_text(ANCHOR)
     lines = [json.dumps({"text": text}) for text in DOCUMENTS]
     (folder / "documents").write_text("\n".join(lines))
@@ -38,14 +33,14 @@ def warm(served: Served, folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def prompts(served: Served, seed: int) -> list[Any]:
+def prompts(served, seed):
     """Each begins with another document. The question of each was never asked."""
     question = generated_text(20, seed=seed)
     turned = [DOCUMENTS[turn:] + DOCUMENTS[:turn] for turn in range(len(DOCUMENTS))]
     return [compose(served.tokenize, ANCHOR, documents, question) for documents in turned]
 
 
-def test_a_warmed_document_is_a_hit_where_it_comes_first(served: Served, tmp_path: Path) -> None:
+def test_a_warmed_document_is_a_hit_where_it_comes_first(served, tmp_path):
     assert f"{len(DOCUMENTS)} homes" in warm(served, tmp_path)
     served.forget()
     for prompt in prompts(served, seed=5):
@@ -59,7 +54,7 @@ def test_a_warmed_document_is_a_hit_where_it_comes_first(served: Served, tmp_pat
         served.forget()
 
 
-def test_a_home_is_kept_to_its_last_token(served: Served, tmp_path: Path) -> None:
+def test_a_home_is_kept_to_its_last_token(served, tmp_path):
     warm(served, tmp_path)
     served.forget()
     anchor = served.tokenize(ANCHOR)
@@ -68,10 +63,10 @@ def test_a_home_is_kept_to_its_last_token(served: Served, tmp_path: Path) -> Non
         served.forget()
 
 
-def test_the_same_documents_in_another_order_are_a_hit_in_the_stable_order(served: Served) -> None:
+def test_the_same_documents_in_another_order_are_a_hit_in_the_stable_order(served):
     served.forget_all()
 
-    def asked(documents: list[str], seed: int) -> tuple[int, int]:
+    def asked(documents, seed):
         question = generated_text(20, seed=seed)
         prompt = compose(served.tokenize, ANCHOR, documents, question, "stable")
         cached = served.ask(prompt.tokens).cached

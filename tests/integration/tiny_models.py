@@ -1,13 +1,10 @@
 """Small models of random weights that only tests need: one that sees, a draft that guesses
 right, and LoRA adapters."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ IMAGE_TOKENS = (IMAGE_SIDE // PATCH // SHUFFLE) ** 2 + 3
 _AROUND_IMAGES = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 
 
-def make_seeing(directory: Path) -> Path:
+def make_seeing(directory):
     """An Idefics3 over the tiny preset. Of vLLM's models that see it is one of the few that do
     without torchvision."""
     import torch
@@ -59,11 +56,11 @@ def make_seeing(directory: Path) -> Path:
     return directory
 
 
-def image_token(model: str | Path) -> int:
+def image_token(model):
     return int(json.loads((Path(model) / "config.json").read_text())["image_token_id"])
 
 
-def picture(number: int) -> Any:
+def picture(number):
     import numpy as np
     from PIL import Image
 
@@ -73,7 +70,7 @@ def picture(number: int) -> Any:
     return Image.fromarray(pixels)
 
 
-def make_experts(directory: Path) -> Path:
+def make_experts(directory):
     """A mixture of experts, which makes vLLM's data-parallel ranks take their steps together."""
     directory.mkdir(parents=True)
     config = PRESETS["tiny"] | {
@@ -85,7 +82,7 @@ def make_experts(directory: Path) -> Path:
     return directory
 
 
-def make_family(directory: Path, model_type: str, **more: Any) -> Path:
+def make_family(directory, model_type, **more):
     """The tiny preset as a model of another family. ``more``: what it has with another value."""
     directory.mkdir(parents=True)
     config = PRESETS["tiny"] | {"model_type": model_type} | more
@@ -93,7 +90,7 @@ def make_family(directory: Path, model_type: str, **more: Any) -> Path:
     return directory
 
 
-def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], tokens: int) -> Path:
+def make_draft(directory, target, prompts, tokens):
     """An EAGLE draft of one layer for a Llama: fitted to the ``tokens`` that the target answers to
     each of these prompts, so that some of what it drafts for them is accepted."""
     import torch
@@ -122,13 +119,13 @@ def make_draft(directory: Path, target: Path, prompts: Iterable[list[int]], toke
     return directory
 
 
-def make_mtp(directory: Path, target: Path, prompts: Iterable[list[int]], tokens: int) -> Path:
+def make_mtp(directory, target, prompts, tokens):
     """A Qwen3-Next with the layer by which it drafts itself, fitted as :func:`make_draft` does
     it."""
     import torch
     from safetensors.torch import save_file
 
-    def normed(states: Any) -> Any:
+    def normed(states):
         return torch.nn.functional.rms_norm(states, states.shape[-1:])
 
     config, first = _fitted(target, prompts, tokens, normed)
@@ -158,9 +155,7 @@ def make_mtp(directory: Path, target: Path, prompts: Iterable[list[int]], tokens
     return directory
 
 
-def _fitted(
-    target: Path, prompts: Iterable[list[int]], tokens: int, normed: Callable[[Any], Any]
-) -> tuple[Any, Any]:
+def _fitted(target, prompts, tokens, normed):
     """The target's configuration, and the matrix by which its state at a token and the embedding of
     the next one give the row of the head that names the one after that."""
     import torch
@@ -182,7 +177,7 @@ def _fitted(
     return model.config, first.contiguous()
 
 
-def _attention(config: Any) -> dict[str, tuple[int, int]]:
+def _attention(config):
     size, head_dim = config.hidden_size, config.head_dim
     return {
         "self_attn.k_proj": (config.num_key_value_heads * head_dim, size),
@@ -191,7 +186,7 @@ def _attention(config: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def _faint(prefix: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+def _faint(prefix, shapes):
     """Random matrices that hardly change what goes through a layer."""
     import torch
 
@@ -202,7 +197,7 @@ def _faint(prefix: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]
     }
 
 
-def make_lora(directory: Path, model_dir: Path, seed: int) -> Path:
+def make_lora(directory, model_dir, seed):
     """Make a LoRA adapter (PEFT's file format) for the query and value projections of a Llama or
     Qwen2 preset.
 

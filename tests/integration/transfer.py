@@ -1,7 +1,5 @@
 """How tests ask vLLM for kvtier."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -12,7 +10,7 @@ EVERY_HIT = "TEST_LOAD_EVERY_HIT"
 not how fast it would have been computed."""
 
 
-def transfer(**more: Any) -> dict[str, Any]:
+def transfer(**more):
     """``kv_transfer_config`` for an engine with kvtier. ``more`` replaces parts of it."""
     made: dict[str, Any] = {
         "kv_connector": "KVTierConnector",

@@ -1,9 +1,6 @@
 """vLLM's own Scheduler for the tests that want one."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +9,12 @@ from tests.unit.real_scheduler import Core
 
 
 @pytest.fixture(scope="session")
-def scheduled_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scheduled_model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
 @pytest.fixture
-def core(scheduled_model: Path) -> Core:
+def core(scheduled_model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM warns while it is imported and configured
         return Core(scheduled_model)

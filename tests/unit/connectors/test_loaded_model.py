@@ -1,8 +1,6 @@
 """What a worker tells of its loaded model: other numbers, another digest. The same numbers, the
 same. And that it notices replaced weights."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,17 +14,17 @@ import kvtier.connectors.vllm.worker_side.loaded
 
 
 @pytest.fixture
-def loaded() -> Any:
+def loaded():
     return kvtier.connectors.vllm.worker_side.loaded
 
 
 class Kernel:
-    def __init__(self) -> None:
+    def __init__(self):
         self.scale, self.logits_soft_cap, self.sliding_window = 0.5, 0.0, -1
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.impl = Kernel()
         self.kv_cache_dtype = "auto"
@@ -37,7 +35,7 @@ class Attention(nn.Module):
 class Rotary(nn.Module):
     """Tables as vLLM's. The first half of a row are cosines, the second sines."""
 
-    def __init__(self, rows: int = 512, columns: int = 64) -> None:
+    def __init__(self, rows=512, columns=64):
         super().__init__()
         self.base, self.use_long_rope, self.short_factor = 10000.0, False, [1.0, 2.0]
         self.register_buffer(
@@ -46,25 +44,25 @@ class Rotary(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attn, self.rotary_emb, self.proj = Attention(), Rotary(), nn.Linear(32, 32)
         self.experts = nn.Linear(200, 300)
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer() for _ in range(12))
 
-    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(self, weights):
         for name, tensor in weights:
             self.get_parameter(name).data.copy_(tensor)
         return {name for name, _ in weights}
 
 
-def facts(loaded: Any, model: Model) -> Any:
+def facts(loaded, model):
     attention = [loaded.attention_facts(layer.attn) for layer in model.layers]
     return loaded._digest(attention), loaded._digest(loaded.rotary_facts(model, 1024))
 
@@ -94,7 +92,7 @@ ATTENTION: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", ROTARY)
-def test_a_rotary_table_that_resolved_otherwise_is_another_digest(loaded: Any, change: str) -> None:
+def test_a_rotary_table_that_resolved_otherwise_is_another_digest(loaded, change):
     model, same = Model(), Model()
     assert facts(loaded, model) == facts(loaded, same)
     ROTARY[change](model.layers[7].rotary_emb)
@@ -103,35 +101,35 @@ def test_a_rotary_table_that_resolved_otherwise_is_another_digest(loaded: Any, c
 
 
 @pytest.mark.parametrize("change", ATTENTION)
-def test_attention_that_resolved_otherwise_is_another_digest(loaded: Any, change: str) -> None:
+def test_attention_that_resolved_otherwise_is_another_digest(loaded, change):
     model, same = Model(), Model()
     ATTENTION[change](model.layers[11].attn)
     assert facts(loaded, model)[0] != facts(loaded, same)[0]
     assert facts(loaded, model)[1] == facts(loaded, same)[1]
 
 
-def test_what_is_in_the_kv_cache_is_no_fact_of_the_model(loaded: Any) -> None:
+def test_what_is_in_the_kv_cache_is_no_fact_of_the_model(loaded):
     model = Model()
     before = facts(loaded, model)
     model.layers[0].attn.kv_cache.add_(1)
     assert facts(loaded, model) == before
 
 
-def test_a_rotary_module_without_a_table_counts_with_the_longest_prompt(loaded: Any) -> None:
+def test_a_rotary_module_without_a_table_counts_with_the_longest_prompt(loaded):
     model = Model()
     model.layers[0].rotary_emb.cos_sin_cache = None
     assert loaded.rotary_facts(model, 1024) != loaded.rotary_facts(model, 1536)
     assert loaded.rotary_facts(Model(), 1024) == loaded.rotary_facts(Model(), 1536)
 
 
-def test_a_model_without_rotary_modules_is_fine(loaded: Any) -> None:
+def test_a_model_without_rotary_modules_is_fine(loaded):
     model = Model()
     for layer in model.layers:
         del layer.rotary_emb
     assert loaded.rotary_facts(model, 1024) == {}
 
 
-def test_the_model_is_found_by_its_layers_and_no_other_is(loaded: Any) -> None:
+def test_the_model_is_found_by_its_layers_and_no_other_is(loaded):
     model, draft, stranger = Model(), Model(), Model()
     layers = [layer.attn for one in (model, draft) for layer in one.layers]
     found = loaded.models_with(layers)
@@ -156,7 +154,7 @@ def test_the_model_is_found_by_its_layers_and_no_other_is(loaded: Any) -> None:
         torch.int64,
     ],
 )
-def test_every_element_type_is_read(loaded: Any, dtype: torch.dtype) -> None:
+def test_every_element_type_is_read(loaded, dtype):
     ones, zeros = torch.ones(3, 5).to(dtype), torch.zeros(3, 5).to(dtype)
     assert loaded.content(ones) == loaded.content(ones.clone()) != loaded.content(zeros)
     assert loaded.content(ones.t()) != loaded.content(ones)
@@ -166,7 +164,7 @@ def test_every_element_type_is_read(loaded: Any, dtype: torch.dtype) -> None:
 
 
 class TestWeights:
-    def test_every_parameter_is_in_the_digest(self, loaded: Any) -> None:
+    def test_every_parameter_is_in_the_digest(self, loaded):
         same = loaded.weights_digest([Model()])
         for name, _ in Model().named_parameters():
             model = Model()
@@ -174,7 +172,7 @@ class TestWeights:
             assert loaded.weights_digest([model]) != same
         assert loaded.weights_digest([Model()]) == same
 
-    def test_weights_that_a_kernel_has_taken_away_cannot_be_read(self, loaded: Any) -> None:
+    def test_weights_that_a_kernel_has_taken_away_cannot_be_read(self, loaded):
         model = Model()
         model.layers[3].proj.weight = nn.Parameter(torch.empty(0))
         assert loaded.weights_digest([model]) is None
@@ -182,35 +180,35 @@ class TestWeights:
         assert loaded.weights_digest([Attention()]) is None, "no parameter at all"
 
 
-def written(model: Model, parameter: torch.Tensor) -> None:
+def written(model, parameter):
     with torch.no_grad():
         parameter.add_(1)
 
 
-def swapped(model: Model, parameter: torch.Tensor) -> None:
+def swapped(model, parameter):
     model.layers[5].experts.weight = nn.Parameter(parameter.detach().clone())
 
 
-def moved(model: Model, parameter: torch.Tensor) -> None:
+def moved(model, parameter):
     parameter.data = parameter.data.clone()
 
 
-def removed(model: Model, parameter: torch.Tensor) -> None:
+def removed(model, parameter):
     model.layers[5].experts.weight = None
 
 
-def uncounted(model: Model, parameter: torch.Tensor) -> None:
+def uncounted(model, parameter):
     for layer in model.layers:
         layer.proj.weight.data.mul_(1.5)
 
 
-def by_loading(model: Model, parameter: torch.Tensor) -> None:
+def by_loading(model, parameter):
     model.load_weights([("layers.5.experts.weight", parameter.detach().clone())])
 
 
 class TestWatch:
     @pytest.mark.parametrize("change", [written, swapped, moved, removed, uncounted, by_loading])
-    def test_replaced_weights_are_noticed_once(self, loaded, change) -> None:
+    def test_replaced_weights_are_noticed_once(self, loaded, change):
         model = Model()
         watch = loaded.WeightWatch([model])
         assert not any(watch.replaced(looks=True) for _ in range(20))
@@ -218,7 +216,7 @@ class TestWatch:
         assert watch.replaced(looks=True)
         assert not any(watch.replaced(looks=True) for _ in range(20))
 
-    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(self, loaded) -> None:
+    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(self, loaded):
         model = Model()
         watch = loaded.WeightWatch([model])
         model.layers[11].experts.bias.data.fill_(3.0)
@@ -226,7 +224,7 @@ class TestWatch:
         looks = [watch.replaced(looks=True) for _ in range(-(-count // 16))]
         assert sum(looks) == 1
 
-    def test_a_step_that_moves_no_chunk_only_hears_of_loading(self, loaded: Any) -> None:
+    def test_a_step_that_moves_no_chunk_only_hears_of_loading(self, loaded):
         model = Model()
         watch = loaded.WeightWatch([model])
         written(model, model.layers[0].proj.weight)
@@ -235,9 +233,7 @@ class TestWatch:
         by_loading(model, model.layers[5].experts.weight)
         assert watch.replaced(looks=False)
 
-    def test_an_engine_that_moves_its_weights_about_is_heard_and_not_looked_at(
-        self, loaded: Any
-    ) -> None:
+    def test_an_engine_that_moves_its_weights_about_is_heard_and_not_looked_at(self, loaded):
         model = Model()
         watch = loaded.WeightWatch([model], moves=True)
         moved(model, model.layers[5].experts.weight)
@@ -245,7 +241,7 @@ class TestWatch:
         by_loading(model, model.layers[5].experts.weight)
         assert watch.replaced(looks=True)
 
-    def test_it_keeps_no_replaced_weights_alive(self, loaded: Any) -> None:
+    def test_it_keeps_no_replaced_weights_alive(self, loaded):
         model = Model()
         watch = loaded.WeightWatch([model])
         old = model.layers[5].experts.weight.data_ptr()
@@ -275,6 +271,6 @@ class TestWatch:
             ({"parallel_config": SimpleNamespace(enable_eplb=True)}, True),
         ],
     )
-    def test_which_engines_move_weights(self, loaded, config, moves) -> None:
+    def test_which_engines_move_weights(self, loaded, config, moves):
         given = {"parallel_config": SimpleNamespace(enable_eplb=False)} | config
         assert loaded._moves(SimpleNamespace(**given)) is moves

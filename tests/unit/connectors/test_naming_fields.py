@@ -1,8 +1,6 @@
 """The two tables of vLLM's configuration: closed over every class of every tested version, and
 what is in neither counts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -10,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +34,7 @@ INSTALLED = {
 }
 
 
-def walk(classes: Classes, name: str = "VllmConfig", section: str = "vllm_config") -> Iterator[str]:
+def walk(classes, name="VllmConfig", section="vllm_config"):
     """``section.field`` of every field that :class:`Walk` can come to."""
     for field, inner in classes[name].items():
         place = f"{section}.{field}"
@@ -47,21 +44,21 @@ def walk(classes: Classes, name: str = "VllmConfig", section: str = "vllm_config
 
 
 @pytest.mark.parametrize("version", versions.TESTED)
-def test_every_field_is_in_exactly_one_table(version: str) -> None:
+def test_every_field_is_in_exactly_one_table(version):
     found = set(walk(ALL[version]))
     assert len(found) > 250
     assert found <= DECIDES | DOES_NOT.keys(), "decide what these do, and say why"
     assert not DECIDES & DOES_NOT.keys()
 
 
-def test_the_tables_hold_no_field_that_no_version_has() -> None:
+def test_the_tables_hold_no_field_that_no_version_has():
     found = {place for classes in ALL.values() for place in walk(classes)}
     told = DECIDES | DOES_NOT.keys()
     assert told - found == set()
 
 
 @pytest.mark.vllm
-def test_the_recorded_classes_are_vllm_s() -> None:
+def test_the_recorded_classes_are_vllm_s():
     import importlib.util
 
     spec = importlib.util.find_spec("vllm")
@@ -78,7 +75,7 @@ def test_the_recorded_classes_are_vllm_s() -> None:
 
 
 @pytest.mark.vllm
-def test_the_walk_comes_to_the_fields_that_the_sources_have() -> None:
+def test_the_walk_comes_to_the_fields_that_the_sources_have():
     from vllm.config import CacheConfig, LoRAConfig, MultiModalConfig, ParallelConfig
 
     for kind in (CacheConfig, LoRAConfig, MultiModalConfig, ParallelConfig):
@@ -127,11 +124,11 @@ MUST_DECIDE = [
 
 
 @pytest.mark.parametrize("place", MUST_DECIDE)
-def test_a_field_that_decides_changes_the_fingerprint(place: str) -> None:
+def test_a_field_that_decides_changes_the_fingerprint(place):
     assert place in DECIDES
     section, _, field = place.partition(".")
 
-    def told(value: object) -> bytes:
+    def told(value):
         config = SimpleNamespace(**{section: SimpleNamespace(**{field: value})})
         parts = Walk()
         return fingerprint(parts.of(getattr(config, section), section))
@@ -162,7 +159,7 @@ STAYS_WARM = [
 
 
 @pytest.mark.parametrize("place", STAYS_WARM)
-def test_a_restart_with_what_does_not_decide_is_warm(place: str) -> None:
+def test_a_restart_with_what_does_not_decide_is_warm(place):
     assert DOES_NOT[place]
     section, _, field = place.partition(".")
     one, other = (Walk().of(SimpleNamespace(**{field: v}), section) for v in ("one", "other"))
@@ -170,19 +167,19 @@ def test_a_restart_with_what_does_not_decide_is_warm(place: str) -> None:
 
 
 class TestWalk:
-    def test_a_field_of_neither_table_counts_and_is_told(self) -> None:
+    def test_a_field_of_neither_table_counts_and_is_told(self):
         parts = Walk()
         found = parts.of(SimpleNamespace(dtype="float16", wholly_new=3), "model_config")
         assert found == {"dtype": "float16", "wholly_new": 3}
         assert parts.unknown == ["model_config.wholly_new"]
 
-    def test_a_value_without_a_name_of_its_own_makes_names_of_this_start(self) -> None:
+    def test_a_value_without_a_name_of_its_own_makes_names_of_this_start(self):
         parts = Walk()
         parts.of(SimpleNamespace(model_class_overrides={"A": object()}), "model_config")
         assert len(parts.unnamed) == 1
         assert "model_config.model_class_overrides" in parts.unnamed[0]
 
-    def test_a_lambda_has_no_name_and_a_function_has(self) -> None:
+    def test_a_lambda_has_no_name_and_a_function_has(self):
         parts = Walk()
         named = parts.of(SimpleNamespace(additional_config={"a": re.compile}), "vllm_config")
         assert named == {"additional_config": {"a": "re.compile"}}
@@ -190,13 +187,13 @@ class TestWalk:
         parts.of(SimpleNamespace(additional_config={"a": lambda: None}), "vllm_config")
         assert parts.unnamed
 
-    def test_something_that_contains_itself_ends(self) -> None:
+    def test_something_that_contains_itself_ends(self):
         parts, inside = Walk(), dict[str, Any]()
         inside["again"] = inside
         parts.of(SimpleNamespace(additional_config=inside), "vllm_config")
         assert "nested" in parts.unnamed[0]
 
-    def test_a_file_whose_content_decides_is_read(self, tmp_path: Path) -> None:
+    def test_a_file_whose_content_decides_is_read(self, tmp_path):
         scales = tmp_path / "scales.json"
         found = []
         for content in ("1", "2"):
@@ -206,10 +203,10 @@ class TestWalk:
         assert found[0] != found[1]
 
     @pytest.mark.vllm
-    def test_an_engine_that_takes_adapters_shares_chunks_with_one_that_does_not(self) -> None:
+    def test_an_engine_that_takes_adapters_shares_chunks_with_one_that_does_not(self):
         from vllm.config import LoRAConfig
 
-        def told(lora: object) -> dict[str, Any]:
+        def told(lora):
             found = Walk().of(SimpleNamespace(lora_config=lora), "vllm_config")
             return dict(found.get("lora_config", {}))
 
@@ -218,7 +215,7 @@ class TestWalk:
 
 
 class TestEnvironment:
-    def told(self, monkeypatch: pytest.MonkeyPatch, **variables: str) -> object:
+    def told(self, monkeypatch, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
@@ -236,7 +233,7 @@ class TestEnvironment:
         return found["environment"]
 
     @pytest.mark.vllm
-    def test_a_switch_that_chooses_kernels_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_switch_that_chooses_kernels_counts(self, monkeypatch):
         before = self.told(monkeypatch)
         for name in ("VLLM_CPU_INT4_W4A8", "VLLM_MLA_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE",
                      "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE"):  # fmt: skip
@@ -245,7 +242,7 @@ class TestEnvironment:
                 assert self.told(patch, **{name: "1"}) != before
 
     @pytest.mark.vllm
-    def test_places_ports_and_what_a_cluster_says_do_not(self, monkeypatch) -> None:
+    def test_places_ports_and_what_a_cluster_says_do_not(self, monkeypatch):
         before = self.told(monkeypatch)
         others = {
             "VLLM_PORT": "8001",
@@ -262,7 +259,7 @@ class TestEnvironment:
 
 
 @pytest.mark.vllm
-def test_no_variable_that_vllm_s_import_sets_counts() -> None:
+def test_no_variable_that_vllm_s_import_sets_counts():
     """A process that was forked with another environment does not have them."""
     code = (
         "import os, json; before = set(os.environ); import vllm, vllm.platforms; "
@@ -276,7 +273,7 @@ def test_no_variable_that_vllm_s_import_sets_counts() -> None:
     assert [one for one in found if FAMILIES.match(one) and one not in ENVIRONMENT_DOES_NOT] == []
 
 
-def test_what_vllm_has_of_new_settings_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_vllm_has_of_new_settings_is_one_line(caplog):
     model = SimpleNamespace(
         hf_config=SimpleNamespace(to_dict=dict), model="m", model_weights="s3://a", revision=None,
         of_tomorrow=1, of_the_day_after=2,

@@ -6,14 +6,11 @@ the prompt with the tokens 0 to 96 it saved three chunks of one page, each fille
 digest of its key. Then the Store was closed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +20,7 @@ import pytest
 
 from kvtier.assemble import assemble_store
 from kvtier.config.keys import Config
-from kvtier.core.chunk import PAGE_BYTES, ChunkLayout
+from kvtier.core.chunk import PAGE_BYTES
 from kvtier.started import Started
 from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S
@@ -38,7 +35,7 @@ NAMED = bytes.fromhex("7cf86d118c2584e1d8601261 9312f4d30471dd1936888fc47d1cd140
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
+def imported():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -46,7 +43,7 @@ def imported() -> None:
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
+def old(tmp_path):
     """A copy of the folder, with the rights that kvtier gives its files."""
     place = Path(shutil.copytree(WRITTEN, tmp_path / "nvme"))
     place.chmod(0o700)
@@ -56,14 +53,14 @@ def old(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path):
     place = tmp_path / "model"
     place.mkdir()
     (place / "model.safetensors").write_bytes(b"weights" * 10_000)
     return place
 
 
-def laid_out(weights: Path, windows: int = 0) -> tuple[ChunkLayout, Any]:
+def laid_out(weights, windows=0):
     """The layout of the engine that wrote the folder, and its geometry. With ``windows``: of an
     engine that has so many groups of windows beside full attention, and so other slots."""
     import torch
@@ -112,11 +109,11 @@ def laid_out(weights: Path, windows: int = 0) -> tuple[ChunkLayout, Any]:
 
 
 @pytest.fixture
-def opened() -> Iterator[Any]:
+def opened():
     """Open a Store on a folder. It is closed at the end."""
     stores: list[Store] = []
 
-    def open_(place: Path, layout: ChunkLayout) -> Store:
+    def open_(place, layout):
         config = Config().with_keys(
             chunk_tokens=CHUNK,
             ram_bytes=16 * PAGE_BYTES,
@@ -131,11 +128,11 @@ def opened() -> Iterator[Any]:
         assert store.close(10.0)
 
 
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warned(caplog):
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_an_old_folder_is_read(old, weights, opened, caplog) -> None:
+def test_an_old_folder_is_read(old, weights, opened, caplog):
     layout, geometry = laid_out(weights)
     layout = replace(layout, fingerprint=NAMED)
     store: Store = opened(old, layout)
@@ -152,7 +149,7 @@ def test_an_old_folder_is_read(old, weights, opened, caplog) -> None:
     assert not warned(caplog)
 
 
-def test_what_was_named_by_samples_of_the_weights_is_not_served(old, weights, opened) -> None:
+def test_what_was_named_by_samples_of_the_weights_is_not_served(old, weights, opened):
     layout, geometry = laid_out(weights)
     store: Store = opened(old, layout)
     run = geometry.run(layout.keys(TOKENS), 0, CHUNK * CHUNKS)
@@ -160,8 +157,8 @@ def test_what_was_named_by_samples_of_the_weights_is_not_served(old, weights, op
 
 
 def test_an_old_folder_of_a_model_that_has_groups_now_is_emptied_with_one_line(
-    old: Path, weights: Path, opened: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    old, weights, opened, caplog
+):
     """Windows were kept in full length before. A chunk had all layers, and a piece has those of
     one group, so slots have another size."""
     layout, geometry = laid_out(weights, windows=1)

@@ -1,8 +1,6 @@
 """Which vLLM kvtier runs with: below the floor every road ends with one sentence, above it what is
 missing is off."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -41,7 +39,7 @@ MODULE_PATH = "import importlib; importlib.import_module('kvtier.connectors.vllm
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
+def old(tmp_path):
     """A folder for PYTHONPATH with a vLLM 0.15.1 that has a registry of connectors, and nothing
     else."""
     home = tmp_path / "site"
@@ -55,7 +53,7 @@ def old(tmp_path: Path) -> Path:
     return home
 
 
-def run(words: list[str], old: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(words, old, **more):
     env = {
         name: value
         for name, value in os.environ.items()
@@ -67,7 +65,7 @@ def run(words: list[str], old: Path, **more: str) -> subprocess.CompletedProcess
     )
 
 
-def self_check() -> list[str]:
+def self_check():
     """The last command of deploy/lmi/Dockerfile's build, with this Python."""
     (text,) = re.findall(r"&& (python3 .*)", (ROOT / "deploy/lmi/Dockerfile").read_text())
     return [sys.executable, *shlex.split(text)[1:]]
@@ -95,7 +93,7 @@ ROADS = {
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_below_the_floor_every_road_ends_with_the_same_sentence(road: str, old: Path) -> None:
+def test_below_the_floor_every_road_ends_with_the_same_sentence(road, old):
     with pytest.raises(ConfigError, match=TOO_OLD) as refusal:
         versions.verdict(OLD)
     (old / "python3").symlink_to(sys.executable)  # launch knows a command by its program's name
@@ -106,14 +104,14 @@ def test_below_the_floor_every_road_ends_with_the_same_sentence(road: str, old: 
     assert str(refusal.value) in done.stdout + done.stderr
 
 
-def test_an_old_engine_that_does_not_ask_for_kvtier_goes_on(old: Path) -> None:
+def test_an_old_engine_that_does_not_ask_for_kvtier_goes_on(old):
     """vLLM loads the plug-in in every engine of the environment, whatever its connector."""
     done = run([sys.executable, "-c", PLUGIN.rsplit("\n", 2)[0]], old)
     assert done.returncode == 0, done.stderr
     assert "KVTierConnector" in done.stdout
 
 
-def test_the_self_check_passes_what_kvtier_runs_with(old: Path) -> None:
+def test_the_self_check_passes_what_kvtier_runs_with(old):
     (old / f"vllm-{OLD}.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: vllm\nVersion: 0.23.1.dev4+gcd\n"
     )
@@ -132,12 +130,12 @@ def test_the_self_check_passes_what_kvtier_runs_with(old: Path) -> None:
         ("dev", "vLLM dev (not tested; 0.23.0, 0.29.0, 0.32.0, 0.33.0 are)"),
     ],
 )
-def test_what_is_not_too_old_passes(version: str, said: str) -> None:
+def test_what_is_not_too_old_passes(version, said):
     assert versions.verdict(version) == said
 
 
 @pytest.mark.parametrize("version", ["0.22.9", "0.9.2", "0.0.1"])
-def test_what_is_too_old_does_not(version: str) -> None:
+def test_what_is_too_old_does_not(version):
     with pytest.raises(ConfigError, match=f"vLLM {version} is too old"):
         versions.verdict(version)
 
@@ -153,17 +151,17 @@ def test_what_is_too_old_does_not(version: str) -> None:
         ("dev", False),
     ],
 )
-def test_an_older_vllm_is_told_statistics_by_a_worker_first(version: str, first: bool) -> None:
+def test_an_older_vllm_is_told_statistics_by_a_worker_first(version, first):
     assert versions.workers_tell_first(version) is first
 
 
-def test_a_hook_that_is_missing_costs_its_feature_and_is_told() -> None:
+def test_a_hook_that_is_missing_costs_its_feature_and_is_told():
     class Oldest:
-        def wait_for_save(self) -> None: ...
+        def wait_for_save(self): ...
 
     class Newest(Oldest):
-        def has_pending_push_work(self) -> None: ...
-        def get_external_cache_hit_sources(self) -> None: ...
+        def has_pending_push_work(self): ...
+        def get_external_cache_hit_sources(self): ...
 
     assert versions.limits(Newest) == []
     told = versions.limits(Oldest)
@@ -176,7 +174,7 @@ def test_a_hook_that_is_missing_costs_its_feature_and_is_told() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_class_itself_refuses_too() -> None:
+def test_the_class_itself_refuses_too():
     """For who names its module by its own path."""
     script = "import vllm; vllm.__version__ = '0.22.0'\n"
     script += (
@@ -196,21 +194,21 @@ def test_the_class_itself_refuses_too() -> None:
         (None, True, "async scheduling"),
     ],
 )
-def test_the_log_says_which_runner_and_scheduling_an_engine_has(runner, ahead, words) -> None:
+def test_the_log_says_which_runner_and_scheduling_an_engine_has(runner, ahead, words):
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
     if runner is not None:
         config.use_v2_model_runner = runner
     assert versions.mode(config) == words
 
 
-def test_where_vllm_does_not_say_what_is_in_flight_it_is_one_step() -> None:
+def test_where_vllm_does_not_say_what_is_in_flight_it_is_one_step():
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=512))
     assert versions.in_flight_tokens(config) == 512
     config.max_in_flight_tokens = 3 * 512
     assert versions.in_flight_tokens(config) == 3 * 512
 
 
-def test_a_line_in_vllms_log_says_whose_it_is(monkeypatch, capsys) -> None:
+def test_a_line_in_vllms_log_says_whose_it_is(monkeypatch, capsys):
     """vLLM's format has the name of a file alone. Its handlers keep their own level."""
     stream, loud = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stdout)
     stream.setFormatter(logging.Formatter("[%(filename)s] %(message)s"))

@@ -1,16 +1,13 @@
 """What is promised to a request of a model with windows, over a real Store with hand-turned lanes:
 a hit that has all of every group, the longest there is, and nothing that is not in RAM."""
 
-from __future__ import annotations
-
 import warnings
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime
@@ -35,11 +32,11 @@ LAST = CHUNKS * CHUNK
 class SlowTier(DictTier):
     """A tier whose reads take time."""
 
-    def __init__(self, clock: Clock, *, shared: bool) -> None:
+    def __init__(self, clock, *, shared):
         super().__init__(256, shared=shared)
         self.clock, self.read_s = clock, 0.0
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         self.clock.now += self.read_s
         return super().read(key, into)
 
@@ -48,7 +45,7 @@ class Bench:
     """A prompt of nine chunks, whose ends at 2,048, 4,096 and 4,608 tokens are kept, over RAM and
     one tier."""
 
-    def __init__(self, *, shared: bool = False, always: bool = False) -> None:
+    def __init__(self, *, shared=False, always=False):
         self.clock, self.lane = Clock(100.0), ManualLane()
         self.tier = SlowTier(self.clock, shared=shared)
         self.geometry = groups.Geometry(
@@ -64,28 +61,28 @@ class Bench:
             request_id="one", num_tokens=len(TOKENS), num_prompt_tokens=len(TOKENS)
         )
 
-    def made(self) -> Store:
+    def made(self):
         return Store(Pool(128, SLOT), [(self.tier, self.lane)], clock=self.clock)
 
-    def behind(self, end: int) -> list[ChunkKey]:
+    def behind(self, end):
         return [self.geometry.key(piece, self.keys) for piece in self.geometry.behind(end)]
 
-    def save(self, chunks: int = CHUNKS, *ends: int) -> None:
+    def save(self, chunks=CHUNKS, *ends):
         trunk = [self.geometry.key(piece, self.keys) for piece in self.geometry.trunk(0, chunks)]
         with self.store.save([*trunk, *(key for end in ends for key in self.behind(end))]) as lease:
             lease.commit()
 
-    def restart(self) -> None:
+    def restart(self):
         """All is in the tier, and nothing in RAM."""
         self.lane.run()
         self.store = self.made()
 
-    def raise_to_ram(self, end: int) -> None:
+    def raise_to_ram(self, end):
         """All that a hit of so many tokens needs."""
         with self.store.load(self.geometry.run(self.keys, 0, end).keys):
             self.lane.run()
 
-    def slow_down(self, read_s: float) -> None:
+    def slow_down(self, read_s):
         """A read of the tier takes so long from now on, and that is known."""
         self.clock.now += 60.0
         probe = LAYOUT.keys([7] * CHUNK)
@@ -95,7 +92,7 @@ class Bench:
         with self.store.load(probe):
             self.lane.run()
 
-    def asks(self, computed: int = 0) -> Any:
+    def asks(self, computed=0):
         """The first answer to a new request."""
         self.prompt = prompts.Prompt(self.request, None)
         self.claims = claims.Claims(
@@ -107,7 +104,7 @@ class Bench:
         )
         return self.again(computed)
 
-    def again(self, computed: int = 0) -> Any:
+    def again(self, computed=0):
         told = self.claims.promise(self.prompt, self.keys, computed, busy=False, first=True)
         if told:
             assert self.prompt.claim.lease.poll().ready == self.prompt.claim.run.length, (
@@ -115,20 +112,20 @@ class Bench:
             )
         return told
 
-    def waits(self) -> Any:
+    def waits(self):
         """What is promised when all that was asked for has come."""
         while (told := self.again()) is None:
             assert len(self.lane), "it waits for nothing"
             self.lane.turn()
         return told
 
-    def ends(self) -> None:
+    def ends(self):
         self.prompt.claim.drop()
         self.lane.run()
         self.store.check(idle=True)
 
 
-def test_the_longest_end_that_has_all_is_promised() -> None:
+def test_the_longest_end_that_has_all_is_promised():
     bench = Bench()
     bench.save(CHUNKS, 2048, LAST)
     assert bench.asks() == LAST
@@ -138,7 +135,7 @@ def test_the_longest_end_that_has_all_is_promised() -> None:
 @pytest.mark.parametrize(
     ("lost", "promised"), [((LAST,), 4096), ((LAST, 4096), 2048), ((LAST, 4096, 2048), 0)]
 )
-def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost, promised) -> None:
+def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost, promised):
     bench = Bench()
     bench.save(CHUNKS, 2048, 4096, LAST)
     bench.store.invalidate([key for end in lost for key in bench.behind(end)[:1]])
@@ -146,7 +143,7 @@ def test_a_missing_window_makes_the_hit_shorter_before_it_is_promised(lost, prom
     bench.ends()
 
 
-def test_a_window_that_cannot_be_read_makes_the_hit_shorter() -> None:
+def test_a_window_that_cannot_be_read_makes_the_hit_shorter():
     bench = Bench()
     bench.save(CHUNKS, 2048, LAST)
     bench.restart()
@@ -156,7 +153,7 @@ def test_a_window_that_cannot_be_read_makes_the_hit_shorter() -> None:
     bench.ends()
 
 
-def test_at_the_deadline_the_longest_end_that_is_in_ram_is_promised() -> None:
+def test_at_the_deadline_the_longest_end_that_is_in_ram_is_promised():
     bench = Bench()
     bench.save(CHUNKS, 2048, LAST)
     bench.restart()
@@ -168,7 +165,7 @@ def test_at_the_deadline_the_longest_end_that_is_in_ram_is_promised() -> None:
     bench.ends()
 
 
-def test_a_shorter_hit_that_is_tried_next_has_no_new_deadline() -> None:
+def test_a_shorter_hit_that_is_tried_next_has_no_new_deadline():
     bench = Bench()
     bench.save(CHUNKS, 4096, LAST)
     bench.restart()
@@ -185,7 +182,7 @@ def test_a_shorter_hit_that_is_tried_next_has_no_new_deadline() -> None:
     bench.ends()
 
 
-def test_a_shorter_hit_names_the_tier_of_what_the_longer_one_has_brought() -> None:
+def test_a_shorter_hit_names_the_tier_of_what_the_longer_one_has_brought():
     bench = Bench()
     bench.save(CHUNKS, 4096, LAST)
     bench.restart()
@@ -198,7 +195,7 @@ def test_a_shorter_hit_names_the_tier_of_what_the_longer_one_has_brought() -> No
     bench.ends()
 
 
-def test_a_hit_that_keeps_coming_is_waited_for_and_one_that_stalls_is_not() -> None:
+def test_a_hit_that_keeps_coming_is_waited_for_and_one_that_stalls_is_not():
     bench = Bench(always=True)
     bench.save(CHUNKS, LAST)
     bench.restart()
@@ -221,7 +218,7 @@ def test_a_hit_that_keeps_coming_is_waited_for_and_one_that_stalls_is_not() -> N
         pytest.param(1.0, 2048, id="slower than computing all"),
     ],
 )
-def test_the_hit_that_is_served_soonest_is_promised(read_s: float, promised: int | None) -> None:
+def test_the_hit_that_is_served_soonest_is_promised(read_s, promised):
     bench = Bench()
     bench.save(CHUNKS, 2048, LAST)
     bench.restart()
@@ -234,7 +231,7 @@ def test_the_hit_that_is_served_soonest_is_promised(read_s: float, promised: int
 
 
 @pytest.mark.parametrize(("read_s", "promised"), [(0.1, None), (1.0, 4096)])
-def test_a_slow_window_makes_the_hit_shorter_where_all_else_is_in_ram(read_s, promised) -> None:
+def test_a_slow_window_makes_the_hit_shorter_where_all_else_is_in_ram(read_s, promised):
     bench = Bench()
     bench.save(CHUNKS, 2048, 4096, LAST)
     bench.restart()
@@ -247,9 +244,7 @@ def test_a_slow_window_makes_the_hit_shorter_where_all_else_is_in_ram(read_s, pr
 
 
 @pytest.mark.parametrize("in_ram", [True, False])
-def test_where_one_tier_has_all_of_the_longest_hit_no_shorter_one_is_looked_up(
-    in_ram: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_one_tier_has_all_of_the_longest_hit_no_shorter_one_is_looked_up(in_ram, monkeypatch):
     bench, lookups = Bench(), count()
     bench.save(CHUNKS, 2048, 4096, LAST)
     if not in_ram:
@@ -261,7 +256,7 @@ def test_where_one_tier_has_all_of_the_longest_hit_no_shorter_one_is_looked_up(
     bench.ends()
 
 
-def test_a_shared_tier_is_asked_for_one_end_after_the_other() -> None:
+def test_a_shared_tier_is_asked_for_one_end_after_the_other():
     bench = Bench(shared=True, always=True)
     bench.save(CHUNKS, 2048)
     bench.restart()
@@ -274,7 +269,7 @@ def test_a_shared_tier_is_asked_for_one_end_after_the_other() -> None:
     bench.ends()
 
 
-def test_what_nobody_has_is_asked_for_once() -> None:
+def test_what_nobody_has_is_asked_for_once():
     bench = Bench(shared=True, always=True)
     assert bench.asks() is None
     assert bench.waits() == 0
@@ -283,11 +278,11 @@ def test_what_nobody_has_is_asked_for_once() -> None:
     bench.ends()
 
 
-def _asks(name: str, tokens: int) -> Any:
+def _asks(name, tokens):
     return SimpleNamespace(request_id=name, num_tokens=tokens)
 
 
-def test_loads_are_granted_as_far_as_all_that_have_not_begun_fit_together() -> None:
+def test_loads_are_granted_as_far_as_all_that_have_not_begun_fit_together():
     full = groups.Geometry((groups.Group(0, groups.Kind.FULL, 16),), CHUNK)
     granted = claims.Granted(full, 100, 64)
     large, small, tiny = _asks("large", 60 * 16), _asks("small", 41 * 16), _asks("tiny", 16)
@@ -304,7 +299,7 @@ def test_loads_are_granted_as_far_as_all_that_have_not_begun_fit_together() -> N
     assert not granted.fits(_asks("other", 99 * 16 + 1))
 
 
-def test_groups_of_which_nothing_is_kept_take_blocks_too() -> None:
+def test_groups_of_which_nothing_is_kept_take_blocks_too():
     full = groups.Group(0, groups.Kind.FULL, 16)
     window, ring = groups.Uncached(16, 40), groups.Uncached(4, blocks=1)
     granted = claims.Granted(groups.Geometry((full,), CHUNK, (window, ring)), 41, 88)
@@ -314,7 +309,7 @@ def test_groups_of_which_nothing_is_kept_take_blocks_too() -> None:
     assert granted.fits(_asks("shorter", 4 * 16)), "20 + 9 + 1 blocks, and 4 + 5 + 1"
 
 
-def test_a_window_needs_its_span_and_a_step() -> None:
+def test_a_window_needs_its_span_and_a_step():
     both = Bench().geometry
     assert both.most_blocks(1_024, 64) == 1_024 // 16 + (512 + 64) // 16 + 1
     assert both.most_blocks(160, 64) == 10 + 11

@@ -1,8 +1,6 @@
 """Hits that come in parts, over a real Store with hand-turned lanes and clock: what is promised of
 them, and what vLLM is told in the end."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections import Counter
@@ -29,7 +27,7 @@ BLOCKS = CHUNK // BLOCK
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
+def imported():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -47,7 +45,7 @@ class Ended(NamedTuple):
 class Engine(Bench):
     """Its workers confirm what the test says."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, **more):
         super().__init__(**{"in_parts": True} | more)
         self.ranks = more.get("ranks", 1)
         self.copied: list[int] = []
@@ -58,12 +56,12 @@ class Engine(Bench):
         self.ends: list[Ended] = []
         self.most_held = 0
 
-    def asked(self, request: Any, read_s: float = 0.1, **more: Any) -> int | None:
+    def asked(self, request, read_s=0.1, **more):
         """The tier holds all of the request, and it is asked for until vLLM is told something."""
         self.hold(request.all_token_ids[:-1], read_s, **more)
         return self.waits_until_idle(request)
 
-    def waits_until_idle(self, request: Any) -> int | None:
+    def waits_until_idle(self, request):
         """Between two questions vLLM plans a step."""
         while (tokens := self.matched(request)) is None:
             assert len(self.lane), "it waits for nothing"
@@ -71,7 +69,7 @@ class Engine(Bench):
             self.confirm(*self.given())
         return tokens
 
-    def given(self) -> list[int]:
+    def given(self):
         """The numbers of the jobs of one step."""
         metadata = self.half.step(_planned([], 0))
         assert all(job.request_id is None for job in metadata.loads), "vLLM is told of no part"
@@ -83,10 +81,10 @@ class Engine(Bench):
         return [job.number for job in metadata.loads]
 
     @property
-    def loads(self) -> list[Any]:
+    def loads(self):
         return list(self.half.extensions[-1]._loads.values())
 
-    def confirm(self, *numbers: int, failed: bool = False) -> None:
+    def confirm(self, *numbers, failed=False):
         told = Counter(dict.fromkeys(numbers, self.ranks))
         jobs = [self.jobs[number] for number in numbers if number in self.jobs]
         if failed:
@@ -97,11 +95,11 @@ class Engine(Bench):
                 self._over(job.end)
         self.half.report(report(done=over, failed=told) if failed else report(done=told + over))
 
-    def _over(self, end: Any) -> None:
+    def _over(self, end):
         left = {*end.blocks[end.kept :], *(block for block in self.bad if block in end.blocks)}
         self.ends.append(Ended(end.number, end.request_id, sorted(left)))
 
-    def goes_on(self, steps: int = 200) -> Any:
+    def goes_on(self, steps=200):
         """Reads and copies until the load has ended. Returns the end that workers were told."""
         for _ in range(steps):
             self.confirm(*self.given())
@@ -114,13 +112,13 @@ class Engine(Bench):
         raise AssertionError("the load does not end")
 
 
-def blocks_from(chunk: int) -> list[int]:
+def blocks_from(chunk):
     """The blocks behind so many chunks of a request of :data:`LONG`, as :meth:`Bench.granted`
     gives them."""
     return [*range(1 + chunk * BLOCKS, 1 + LONG * BLOCKS)]
 
 
-def loading(**more: Any) -> tuple[Engine, Any]:
+def loading(**more):
     """An engine that has begun to load a hit in parts."""
     engine, request = Engine(**more), prompt(LONG)
     assert engine.asked(request) == LONG * CHUNK
@@ -128,7 +126,7 @@ def loading(**more: Any) -> tuple[Engine, Any]:
     return engine, request
 
 
-def test_a_hit_larger_than_ram_is_loaded_whole_in_parts() -> None:
+def test_a_hit_larger_than_ram_is_loaded_whole_in_parts():
     engine, request = loading()
     end = engine.goes_on()
     assert (end.request_id, end.left) == ("one", [])
@@ -140,7 +138,7 @@ def test_a_hit_larger_than_ram_is_loaded_whole_in_parts() -> None:
     done(engine, request)
 
 
-def test_the_end_is_told_with_the_last_part_and_takes_no_step_more() -> None:
+def test_the_end_is_told_with_the_last_part_and_takes_no_step_more():
     engine, request = loading()
     while not engine.ends:
         given = engine.given()
@@ -155,7 +153,7 @@ def test_the_end_is_told_with_the_last_part_and_takes_no_step_more() -> None:
     done(engine, request)
 
 
-def test_blocks_are_asked_for_when_the_first_part_is_in_ram() -> None:
+def test_blocks_are_asked_for_when_the_first_part_is_in_ram():
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
@@ -173,7 +171,7 @@ def test_blocks_are_asked_for_when_the_first_part_is_in_ram() -> None:
 
 
 @pytest.mark.parametrize(("slots", "first"), [(8, 4), (48, 9), (128, 16)])
-def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(slots, first) -> None:
+def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(slots, first):
     engine, request = Engine(slots=slots), prompt(slots)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
@@ -181,7 +179,7 @@ def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(slots,
     done(engine, request)
 
 
-def test_a_first_part_that_does_not_come_in_time_promises_nothing() -> None:
+def test_a_first_part_that_does_not_come_in_time_promises_nothing():
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
@@ -191,7 +189,7 @@ def test_a_first_part_that_does_not_come_in_time_promises_nothing() -> None:
     done(engine, request)
 
 
-def test_a_guess_whose_first_part_does_not_come_was_the_only_one() -> None:
+def test_a_guess_whose_first_part_does_not_come_was_the_only_one():
     """A plan says that a token is computed in 10 ms. The tier takes 5 s a chunk."""
     engine = Engine(known=False)
     engine.load_policy.prefill.at_most(0.01)
@@ -205,7 +203,7 @@ def test_a_guess_whose_first_part_does_not_come_was_the_only_one() -> None:
         done(engine, request)
 
 
-def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None:
+def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead():
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
@@ -216,7 +214,7 @@ def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead() -> None
     done(engine, request)
 
 
-def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for_it() -> None:
+def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for_it():
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
     assert engine.matched(request) is None
@@ -241,7 +239,7 @@ def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for
     ],
     ids=["vllm cannot", "blocks are short", "no faster than twice its estimate"],
 )
-def test_otherwise_ram_bounds_a_hit_as_before(more: dict[str, Any], read_s: float) -> None:
+def test_otherwise_ram_bounds_a_hit_as_before(more, read_s):
     engine, request = Engine(**more), prompt(LONG)
     found = engine.asked(request, read_s)
     assert found is not None
@@ -250,7 +248,7 @@ def test_otherwise_ram_bounds_a_hit_as_before(more: dict[str, Any], read_s: floa
     done(engine, request)
 
 
-def test_blocks_that_other_requests_may_come_to_need_are_counted() -> None:
+def test_blocks_that_other_requests_may_come_to_need_are_counted():
     engine, request, other = Engine(blocks=LONG * BLOCKS + 20), prompt(LONG), prompt(9, "other")
     assert engine.matched(other) == 0
     engine.given()
@@ -262,7 +260,7 @@ def test_blocks_that_other_requests_may_come_to_need_are_counted() -> None:
     done(engine, again)
 
 
-def test_a_chunk_that_left_meanwhile_ends_the_load_before_it() -> None:
+def test_a_chunk_that_left_meanwhile_ends_the_load_before_it():
     engine, request = loading()
     engine.store.invalidate([LAYOUT.keys(request.all_token_ids)[10]])
     assert engine.goes_on().left == blocks_from(10)
@@ -270,7 +268,7 @@ def test_a_chunk_that_left_meanwhile_ends_the_load_before_it() -> None:
     done(engine, request)
 
 
-def test_at_the_deadline_what_has_arrived_is_kept() -> None:
+def test_at_the_deadline_what_has_arrived_is_kept():
     engine, request = loading()
     for _ in range(6):
         engine.confirm(*engine.given())
@@ -284,7 +282,7 @@ def test_at_the_deadline_what_has_arrived_is_kept() -> None:
     done(engine, request)
 
 
-def test_a_tier_that_stalls_is_left_after_the_longest_wait() -> None:
+def test_a_tier_that_stalls_is_left_after_the_longest_wait():
     engine, request = loading(always=True)
     engine.confirm(*engine.given())
     engine.clock.now += 59.0
@@ -298,7 +296,7 @@ def test_a_tier_that_stalls_is_left_after_the_longest_wait() -> None:
     done(engine, request)
 
 
-def test_parts_that_keep_coming_are_waited_for_however_long_all_of_them_take() -> None:
+def test_parts_that_keep_coming_are_waited_for_however_long_all_of_them_take():
     engine, request = loading(always=True)
     for _ in range(LONG):
         engine.confirm(*engine.given())
@@ -309,7 +307,7 @@ def test_parts_that_keep_coming_are_waited_for_however_long_all_of_them_take() -
 
 
 @pytest.mark.parametrize("promised", [False, True])
-def test_a_hit_is_promised_anew_where_vllm_has_another_beginning_of_it(promised: bool) -> None:
+def test_a_hit_is_promised_anew_where_vllm_has_another_beginning_of_it(promised):
     """Another request has computed it meanwhile, or its blocks have left."""
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
@@ -328,7 +326,7 @@ def test_a_hit_is_promised_anew_where_vllm_has_another_beginning_of_it(promised:
     done(engine, request)
 
 
-def test_a_slot_stays_until_every_rank_has_copied_it() -> None:
+def test_a_slot_stays_until_every_rank_has_copied_it():
     engine, request = loading(ranks=2)
     (number,) = engine.given()
     engine.half.report(report(done=Counter({number: 1})))
@@ -344,7 +342,7 @@ def test_a_slot_stays_until_every_rank_has_copied_it() -> None:
     done(engine, request)
 
 
-def test_after_a_copy_that_failed_only_what_is_before_it_counts() -> None:
+def test_after_a_copy_that_failed_only_what_is_before_it_counts():
     engine, request = loading()
     (first,) = engine.given()
     engine.lane.turn()
@@ -357,7 +355,7 @@ def test_after_a_copy_that_failed_only_what_is_before_it_counts() -> None:
     done(engine, request)
 
 
-def last_two_parts() -> tuple[Engine, Any, list[int]]:
+def last_two_parts():
     """The last two parts are being copied, and workers know that the load ends with them."""
     engine, request = loading()
     while len(engine.jobs) < LONG - 2:
@@ -372,7 +370,7 @@ def last_two_parts() -> tuple[Engine, Any, list[int]]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_copy_that_fails_after_the_end_was_told_leaves_what_is_behind_it(which: int) -> None:
+def test_a_copy_that_fails_after_the_end_was_told_leaves_what_is_behind_it(which):
     engine, request, numbers = last_two_parts()
     engine.confirm(numbers[which], failed=True)
     assert bool(engine.ends) == bool(which) and engine.loads
@@ -388,7 +386,7 @@ def test_a_copy_that_fails_after_the_end_was_told_leaves_what_is_behind_it(which
     done(engine, request)
 
 
-def test_an_aborted_request_ends_once_no_rank_copies_for_it() -> None:
+def test_an_aborted_request_ends_once_no_rank_copies_for_it():
     engine, request = loading()
     (number,) = engine.given()
     engine.half.finished(request)
@@ -401,7 +399,7 @@ def test_an_aborted_request_ends_once_no_rank_copies_for_it() -> None:
     engine.store.check(idle=True)
 
 
-def test_an_engine_with_other_weights_keeps_nothing_of_it() -> None:
+def test_an_engine_with_other_weights_keeps_nothing_of_it():
     engine, request = loading()
     engine.confirm(*engine.given())
     engine.lane.turn()
@@ -410,7 +408,7 @@ def test_an_engine_with_other_weights_keeps_nothing_of_it() -> None:
     done(engine, request)
 
 
-def test_neither_of_two_takes_the_others_part_of_the_room() -> None:
+def test_neither_of_two_takes_the_others_part_of_the_room():
     engine = Engine(slots=32)
     requests = [prompt(LONG, name, first=first) for first, name in enumerate(("one", "two"))]
     for request in requests:
@@ -435,11 +433,11 @@ def test_neither_of_two_takes_the_others_part_of_the_room() -> None:
 
 
 @pytest.mark.parametrize(("slots", "held"), [(8, 4), (24, 12), (48, 16), (64, 16), (256, 64)])
-def test_they_hold_a_quarter_of_ram_or_sixteen_slots_but_no_more_than_half(slots, held) -> None:
+def test_they_hold_a_quarter_of_ram_or_sixteen_slots_but_no_more_than_half(slots, held):
     assert Engine(slots=slots).half.extensions[-1]._most_held == held
 
 
-def test_first_parts_that_wait_for_blocks_leave_room_for_loads() -> None:
+def test_first_parts_that_wait_for_blocks_leave_room_for_loads():
     engine, request = loading()
     others = [prompt(LONG, f"other {first}", first=first) for first in (1, 2, 3)]
     for other in others:
@@ -462,7 +460,7 @@ COPY_S = 0.0025
 """Of a chunk: each is a part of its own."""
 
 
-def coming(copy_s: float = COPY_S, read_s: float = 0.1, **more: Any) -> tuple[Engine, Any]:
+def coming(copy_s=COPY_S, read_s=0.1, **more):
     """An engine that has been asked for a hit that RAM holds. One of its chunks has arrived."""
     engine, request = Engine(slots=ROOM, **more), prompt(SHORT)
     engine.hold(request.all_token_ids[:-1], read_s)
@@ -473,7 +471,7 @@ def coming(copy_s: float = COPY_S, read_s: float = 0.1, **more: Any) -> tuple[En
     return engine, request
 
 
-def test_its_parts_are_as_long_as_a_copy_of_some_milliseconds() -> None:
+def test_its_parts_are_as_long_as_a_copy_of_some_milliseconds():
     engine, request = coming(COPY_S / 3)  # so all of it is copied in less than three of them
     assert engine.matched(request) is None, "the first part is not there"
     for _ in range(3):
@@ -495,7 +493,7 @@ def test_its_parts_are_as_long_as_a_copy_of_some_milliseconds() -> None:
     ],
     ids=["vllm cannot", "blocks are short", "nothing to gain", "no faster than twice its estimate"],
 )
-def test_otherwise_it_is_waited_for_in_ram(more, copy_s, read_s) -> None:
+def test_otherwise_it_is_waited_for_in_ram(more, copy_s, read_s):
     engine, request = coming(copy_s, read_s, **more)
     assert engine.matched(request) is None
     assert engine.waits_until_idle(request) == SHORT * CHUNK
@@ -506,7 +504,7 @@ def test_otherwise_it_is_waited_for_in_ram(more, copy_s, read_s) -> None:
     done(engine, request)
 
 
-def begun(**more: Any) -> tuple[Engine, Any]:
+def begun(**more):
     """An engine that loads a hit of which one chunk has arrived."""
     engine, request = coming(**more)
     assert engine.matched(request) == SHORT * CHUNK
@@ -514,7 +512,7 @@ def begun(**more: Any) -> tuple[Engine, Any]:
     return engine, request
 
 
-def test_all_its_slots_stay_until_every_rank_has_copied_all_of_it() -> None:
+def test_all_its_slots_stay_until_every_rank_has_copied_all_of_it():
     engine, request = begun(ranks=2)
     (first,) = engine.given()
     engine.half.report(report(done=Counter({first: 1})))
@@ -530,7 +528,7 @@ def test_all_its_slots_stay_until_every_rank_has_copied_all_of_it() -> None:
     done(engine, request)
 
 
-def test_its_slots_count_among_those_that_wait() -> None:
+def test_its_slots_count_among_those_that_wait():
     engine, request = begun()
     assert engine.half._prompts["one"].claim.held == SHORT
     others = [prompt(SHORT, f"other {first}", first=first) for first in (1, 2)]
@@ -545,7 +543,7 @@ def test_its_slots_count_among_those_that_wait() -> None:
     done(engine, request)
 
 
-def test_a_store_that_closes_while_parts_are_copied_keeps_their_slots() -> None:
+def test_a_store_that_closes_while_parts_are_copied_keeps_their_slots():
     engine, _ = loading()
     engine.given()
     held = [pending.load for pending in engine.half._pending.values() if pending.load]

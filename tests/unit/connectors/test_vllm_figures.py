@@ -1,13 +1,9 @@
 """What an engine's own Store shows on vLLM's /metrics: the names and values that a server's
 /metrics has."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +19,7 @@ from kvtier.config.keys import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm.stats import Figures
 from kvtier.connectors.vllm.versions import hit_sources
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
@@ -49,7 +45,7 @@ OWN_OF_A_SERVER = {
 """An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows."""
 
 
-def stats() -> Any:
+def stats():
     """The module. vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,7 +55,7 @@ def stats() -> Any:
 class Shown:
     """vLLM's side: another process, which gets dictionaries."""
 
-    def __init__(self, folder: Path | None = None, **config: Any) -> None:
+    def __init__(self, folder=None, **config):
         self.registry = CollectorRegistry()
         kinds = {
             kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)
@@ -70,7 +66,7 @@ class Shown:
         )
         self.metrics = stats().TierMetrics(vllm_config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
 
-    def samples(self, engine: str = "0") -> dict[tuple[str, ...], float]:
+    def samples(self, engine="0"):
         return {
             (
                 sample.name,
@@ -82,7 +78,7 @@ class Shown:
         }
 
 
-def servers(store: Store) -> dict[tuple[str, ...], float]:
+def servers(store):
     """The same Store as a server shows it."""
     nothing = ConnectionStatus(0, 0, 0, 0, 0, 0, 0)
     told = Stats("0", 0.0, True, [], MemoryStatus(0, 0), nothing, [status.read(store)], [])
@@ -98,18 +94,18 @@ def servers(store: Store) -> dict[tuple[str, ...], float]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path):
     lane = Lane("nvme", 1, urgent_bound=8, bound=8)
     store = Store(Pool(2, SLOT), [(NvmeTier(tmp_path / "nvme", 1 << 16, SLOT), lane)])
     yield store
     store.close()
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(tokens)
 
 
-def use(store: Store, first: int) -> None:
+def use(store, first):
     """Saves, spills, evictions, promotions, loads and misses. At rest afterwards."""
     for token in (first, first + 2):
         with store.save(keys(token, token + 1)) as lease:
@@ -124,7 +120,7 @@ def use(store: Store, first: int) -> None:
                 store.wait(1.0)
 
 
-def test_an_engine_shows_what_a_server_shows(store: Store, tmp_path: Path) -> None:
+def test_an_engine_shows_what_a_server_shows(store, tmp_path):
     shown, clock = Shown(tmp_path), Clock()
     figures = Figures(store, clock)
     for first in (10, 20):
@@ -143,7 +139,7 @@ def test_an_engine_shows_what_a_server_shows(store: Store, tmp_path: Path) -> No
     ), "another engine's"
 
 
-def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit() -> None:
+def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit():
     """Ten prompts of six chunks come round in turn, in RAM with room for eight chunks."""
     spare, shown, clock = ManualLane(bound=4), Shown(), Clock()
     store = Store(Pool(8, SLOT), [], Adaptive().orders(), spare=spare)
@@ -175,7 +171,7 @@ def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit() -> None:
     store.close()
 
 
-def test_what_vllm_has_added_up_in_between_is_the_same(store: Store, tmp_path: Path) -> None:
+def test_what_vllm_has_added_up_in_between_is_the_same(store, tmp_path):
     """vLLM aggregates what comes while it does not look: counts are sums, gauges the last."""
     at_once, later, clock = Shown(tmp_path), Shown(tmp_path), Clock()
     figures, held = Figures(store, clock), stats().TierStats()
@@ -191,7 +187,7 @@ def test_what_vllm_has_added_up_in_between_is_the_same(store: Store, tmp_path: P
     assert not any("|" in name for name in held.reduce()), "vLLM's log has no room for histograms"
 
 
-def test_series_are_there_before_the_first_step(tmp_path: Path) -> None:
+def test_series_are_there_before_the_first_step(tmp_path):
     there = Shown(tmp_path).samples()
     assert (
         there["kvtier_evictions_total", "nvme"] == there["kvtier_spill_seconds_count", "nvme"] == 0
@@ -213,7 +209,7 @@ def test_series_are_there_before_the_first_step(tmp_path: Path) -> None:
     assert there["kvtier_whatif_hit_ratio", "8", "ram"] == 0
 
 
-def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(store) -> None:
+def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_changed(store):
     clock = Clock()
     figures = Figures(store, clock)
     assert figures.new() and figures.new() == {}
@@ -229,7 +225,7 @@ def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_chang
     assert figures.new() == {}
 
 
-def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
+def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path):
     address = f"unix://{tmp_path}/no-such-socket"
     shown = Shown(server=address)
     config = load(env={}, flags={"server": address})
@@ -255,7 +251,7 @@ def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags", [{}, {"nvme": True}, {"server": "tcp://127.0.0.1:1", "server_unencrypted": True}]
 )
-def test_places_are_the_tiers_that_are_made(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_places_are_the_tiers_that_are_made(flags, tmp_path):
     own = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20} if flags.pop("nvme", False) else {}
     config = load(env={}, flags={"ram_bytes": 1 << 20} | flags | own)
     store = assemble(Started(config), LAYOUT)
@@ -266,7 +262,7 @@ def test_places_are_the_tiers_that_are_made(flags: dict[str, Any], tmp_path: Pat
         store.close()
 
 
-def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path: Path) -> None:
+def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path):
     """vLLM takes its own out of Prometheus' registry before it makes them again. kvtier has to do
     it for its own."""
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
@@ -282,12 +278,12 @@ def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path: Path) ->
     )
 
 
-def test_every_gauge_is_one_number_of_several_front_ends() -> None:
+def test_every_gauge_is_one_number_of_several_front_ends():
     """With ``--api-server-count`` each process has its own value. Prometheus shows them all, with
     process ids, unless it is told which one counts."""
     modes = dict[str, str]()
 
-    def gauge(name: str, *words: Any, multiprocess_mode: str = "all", **more: Any) -> Gauge:
+    def gauge(name, *words, multiprocess_mode="all", **more):
         modes[name] = multiprocess_mode
         more["registry"] = CollectorRegistry()
         return Gauge(name, *words, **more)
@@ -302,7 +298,7 @@ def test_every_gauge_is_one_number_of_several_front_ends() -> None:
     assert set(modes.values()) == {"mostrecent"}
 
 
-def test_a_hit_comes_from_the_medium_that_its_tier_tells() -> None:
+def test_a_hit_comes_from_the_medium_that_its_tier_tells():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     places = {"ram": 1, "nvme": 2, "redis": 4, "mooncake": 8, "object": 16, "remote": 32}

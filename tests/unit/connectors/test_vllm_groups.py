@@ -1,9 +1,6 @@
 """The geometry of cache groups: what a chunk is kept as, what a hit needs, and where it may end."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -13,9 +10,6 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, own_half, parent_half
 from kvtier.core.errors import LayoutError
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
-
-if TYPE_CHECKING:
-    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,27 +22,23 @@ BLOCK = 16
 NULL = tabled.NULL_BLOCK
 
 
-def full(number: int = 0, block: int = BLOCK) -> Group:
-    made: Group = groups.Group(number, groups.Kind.FULL, block)
-    return made
+def full(number=0, block=BLOCK):
+    return groups.Group(number, groups.Kind.FULL, block)
 
 
-def window(reach: int, number: int = 1, block: int = BLOCK) -> Group:
-    made: Group = groups.Group(number, groups.Kind.WINDOW, block, reach)
-    return made
+def window(reach, number=1, block=BLOCK):
+    return groups.Group(number, groups.Kind.WINDOW, block, reach)
 
 
-def local(reach: int, number: int = 1) -> Group:
-    made: Group = groups.Group(number, groups.Kind.LOCAL, BLOCK, reach)
-    return made
+def local(reach, number=1):
+    return groups.Group(number, groups.Kind.LOCAL, BLOCK, reach)
 
 
-def state(number: int = 1, block: int = BLOCK) -> Group:
-    made: Group = groups.Group(number, groups.Kind.STATE, block)
-    return made
+def state(number=1, block=BLOCK):
+    return groups.Group(number, groups.Kind.STATE, block)
 
 
-def keys(count: int, chunk: int, first: int = 0) -> list[ChunkKey]:
+def keys(count, chunk, first=0):
     layout = ChunkLayout(bytes(32), chunk, chunk, (1,))
     return [*layout.keys([*range(first, first + count * chunk)])]
 
@@ -71,11 +61,11 @@ def keys(count: int, chunk: int, first: int = 0) -> list[ChunkKey]:
     ],
     ids=str,
 )
-def test_a_piece_is_short_enough_for_the_shortest_window(given_groups, chunk, piece) -> None:
+def test_a_piece_is_short_enough_for_the_shortest_window(given_groups, chunk, piece):
     assert groups.Geometry(given_groups, chunk).piece_tokens == piece
 
 
-def test_chunks_that_are_not_whole_blocks_of_a_group_are_refused_with_what_to_do() -> None:
+def test_chunks_that_are_not_whole_blocks_of_a_group_are_refused_with_what_to_do():
     with pytest.raises(
         LayoutError,
         match=r"chunk_tokens=256 is not a multiple of 640.*recurrent state.*give a multiple",
@@ -95,7 +85,7 @@ ANY = some.one_of(
     chunks=some.integers(1, 12),
     had=some.integers(0, 40),
 )
-def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(other, chunk, chunks, had) -> None:
+def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(other, chunk, chunks, had):
     geometry = groups.Geometry((full(), other), chunk)
     end, computed = chunks * chunk, min(had * BLOCK, chunks * chunk - BLOCK)
     run = geometry.run(keys(chunks + 1, chunk), computed, end)
@@ -116,7 +106,7 @@ def test_a_run_has_every_token_that_a_hit_needs_and_hardly_more(other, chunk, ch
 
 
 @given(other=ANY, position=some.integers(0, 3000))
-def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) -> None:
+def test_what_is_needed_is_what_vllm_does_not_skip(other, position):
     if other.kind is groups.Kind.WINDOW:
         theirs = managers.SlidingWindowManager.__new__(managers.SlidingWindowManager)
         theirs.sliding_window = other.span
@@ -129,7 +119,7 @@ def test_what_is_needed_is_what_vllm_does_not_skip(other: Group, position: int) 
     assert other.first_needed(position) == theirs.get_num_skipped_tokens(position)
 
 
-def test_a_state_is_the_one_at_the_end_of_the_hit() -> None:
+def test_a_state_is_the_one_at_the_end_of_the_hit():
     geometry = groups.Geometry((full(), state(1), state(2)), 32)
     run = geometry.run(keys(4, 32), 0, 96)
     assert [
@@ -148,9 +138,7 @@ TAILS = some.builds(
 
 
 @given(other=TAILS, chunk=some.sampled_from([64, 128]), chunks=some.integers(1, 9))
-def test_a_tail_is_the_blocks_that_vllm_does_not_skip_at_the_end_of_a_chunk(
-    other: Group, chunk: int, chunks: int
-) -> None:
+def test_a_tail_is_the_blocks_that_vllm_does_not_skip_at_the_end_of_a_chunk(other, chunk, chunks):
     geometry, end = groups.Geometry((full(block=64), other), chunk), chunks * chunk
     table = [NULL, *range(100, 100 + end // other.block_tokens)][1:]
     behind = geometry.behind(end)
@@ -173,7 +161,7 @@ def test_a_tail_is_the_blocks_that_vllm_does_not_skip_at_the_end_of_a_chunk(
     assert all(geometry.begins_before(piece, end) for piece in geometry.pieces(run))
 
 
-def test_the_ends_of_tails_lie_apart_and_are_looked_for_where_they_are_kept() -> None:
+def test_the_ends_of_tails_lie_apart_and_are_looked_for_where_they_are_kept():
     tail = groups.Group(1, groups.Kind.TAIL, 4, 64)
     geometry = groups.Geometry((full(block=64), tail), 64)
     apart = geometry.keep_tokens
@@ -191,7 +179,7 @@ def test_the_ends_of_tails_lie_apart_and_are_looked_for_where_they_are_kept() ->
         groups.Geometry((full(block=32), groups.Group(1, groups.Kind.TAIL, 4, 65)), 32)
 
 
-def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach() -> None:
+def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach():
     geometry = groups.Geometry((window(40, 0),), 32)
     assert [piece.number for piece in geometry.trunk(0, 4)] == [0, 1, 2, 3]
     run = geometry.run(keys(4, 32), 0, 128)
@@ -202,7 +190,7 @@ def test_windows_alone_are_kept_whole_and_loaded_as_far_as_they_reach() -> None:
 
 
 @pytest.mark.parametrize("chunk", [128, 256], ids=["one piece a chunk", "two"])
-def test_many_pieces_have_the_keys_that_each_has_alone(chunk: int) -> None:
+def test_many_pieces_have_the_keys_that_each_has_alone(chunk):
     others = (window(128, 1), window(500, 2), state(3))
     for anchors in ((full(),), (full(), full(4))):
         geometry, named = groups.Geometry((*anchors, *others), chunk), keys(6, chunk)
@@ -215,7 +203,7 @@ def test_many_pieces_have_the_keys_that_each_has_alone(chunk: int) -> None:
             assert found == [geometry.key(piece, named) for piece in behind]
 
 
-def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
+def test_pieces_have_keys_of_their_own_and_link_to_those_before_them():
     geometry, named = (
         groups.Geometry((full(), window(128), window(128, 2), state(3)), 256),
         keys(6, 256),
@@ -237,7 +225,7 @@ def test_pieces_have_keys_of_their_own_and_link_to_those_before_them() -> None:
             assert parent_half(key) == bytes(8) or piece.group not in geometry.anchors
 
 
-def test_a_hit_may_end_where_something_is_kept_and_the_longest_end_is_tried_first() -> None:
+def test_a_hit_may_end_where_something_is_kept_and_the_longest_end_is_tried_first():
     geometry = groups.Geometry((full(), window(512)), 256)
     branches = (3100, 5000)
     kept = [end for end in range(256, 9000, 256) if geometry.is_kept(end, 8300, branches)]
@@ -263,7 +251,7 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("like", WINDOWED)
-def test_ends_within_a_long_prompt_take_a_part_of_its_room(like: str) -> None:
+def test_ends_within_a_long_prompt_take_a_part_of_its_room(like):
     geometry, prompt = groups.Geometry(WINDOWED[like], 256), 131_072
     last = geometry.last_end(prompt)
     ends = [end for end in range(256, last + 1, 256) if geometry.is_kept(end, prompt)]
@@ -273,7 +261,7 @@ def test_ends_within_a_long_prompt_take_a_part_of_its_room(like: str) -> None:
     assert all(end in geometry.ends(last, end, 0) for end in ends) and len(ends) > 2
 
 
-def test_of_the_states_within_a_prompt_those_are_kept_that_lie_apart() -> None:
+def test_of_the_states_within_a_prompt_those_are_kept_that_lie_apart():
     """vLLM has them where its steps end."""
     geometry = groups.Geometry((full(block=640), *(state(n, block=640) for n in (1, 2, 3))), 640)
     assert geometry.keep_tokens == 10 * 640
@@ -288,18 +276,18 @@ def test_of_the_states_within_a_prompt_those_are_kept_that_lie_apart() -> None:
     assert geometry.ends(3200, 1920, 0) == [3200, 1920, 1280, 640]
 
 
-def test_a_prompt_that_ends_with_a_chunk_leaves_a_token_to_compute() -> None:
-    geometry: Geometry = groups.Geometry((full(), window(100)), 64)
+def test_a_prompt_that_ends_with_a_chunk_leaves_a_token_to_compute():
+    geometry = groups.Geometry((full(), window(100)), 64)
     assert geometry.last_end(256) == 192
     assert geometry.is_kept(192, 256)
 
 
-def test_room_goes_from_one_kind_to_another_and_back() -> None:
+def test_room_goes_from_one_kind_to_another_and_back():
     """All pieces are of one size, so no kind has room that another cannot have."""
     slots, geometry = 200, groups.Geometry((full(), state(1)), 32)
     store, prompts = Store(Pool(slots, 4096)), iter(range(1000))
 
-    def saved(kind: Kind) -> list[ChunkKey]:
+    def saved(kind):
         """The keys of one kind's pieces that have filled RAM."""
         found = list[ChunkKey]()
         while len(found) < slots:
@@ -318,7 +306,7 @@ def test_room_goes_from_one_kind_to_another_and_back() -> None:
     store.close()
 
 
-def test_a_piece_is_saved_only_from_blocks_that_the_group_still_has() -> None:
+def test_a_piece_is_saved_only_from_blocks_that_the_group_still_has():
     whole, old = full(), window(64)
     geometry = groups.Geometry((whole, old), 64)
     tables = [[3, 4, 5, 6, 7, 8, 9, 10], [NULL, NULL, 13, 14, 15, 16, 17]]

@@ -1,12 +1,8 @@
 """Hints of requests on vllm's own Scheduler: what was said reaches the store, once the request has
 finished and its chunks are saved."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,7 @@ from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint, salt_name
 from kvtier.extensions.hint_dialects.middleware import carried
 from tests.child_process import DEADLINE_S, wait_for
-from tests.unit.real_scheduler import CHUNK, Core
+from tests.unit.real_scheduler import CHUNK
 from tests.unit.scheduler_half import extension
 
 pytestmark = pytest.mark.vllm
@@ -29,14 +25,14 @@ class Told:
     """The hints that a core's store is given, and whether everything that was being saved is there
     by then."""
 
-    def __init__(self, core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, core, monkeypatch):
         self.half = core.connector._scheduler
         self.seen: list[tuple[list[ChunkKey], Hint, str]] = []
         store = self.half.store
         hint = store.hint
         store.touched.result(DEADLINE_S)  # nothing is followed before the pool's pages are there
 
-        def spy(keys: Sequence[ChunkKey], given: Hint, session: str = "") -> None:
+        def spy(keys, given, session=""):
             assert store.lookup(keys).ready == len(keys), (
                 "a chunk that is saved later would not be over"
             )
@@ -48,7 +44,7 @@ class Told:
         """What vLLM's metrics are told."""
         stats = core.connector.get_kv_connector_stats
 
-        def heard() -> Any:
+        def heard():
             told = stats()
             if told is not None:
                 self.counts.update(
@@ -58,19 +54,19 @@ class Told:
 
         monkeypatch.setattr(core.connector, "get_kv_connector_stats", heard)
 
-    def keys(self, tokens: list[int]) -> list[ChunkKey]:
+    def keys(self, tokens):
         return [*self.half._layout.keys(tokens)]
 
-    def followed(self, what: str) -> int:
+    def followed(self, what):
         return int(self.half.store.stats()[what])
 
 
 @pytest.fixture
-def told(core: Core, monkeypatch: pytest.MonkeyPatch) -> Told:
+def told(core, monkeypatch):
     return Told(core, monkeypatch)
 
 
-def request(core: Core, name: str, tokens: list[int], params: Any = None, **more: Any) -> Any:
+def request(core, name, tokens, params=None, **more):
     made = core.request(name, tokens[:], **more)
     made.kv_transfer_params = (
         params  # where vLLM puts what the sampling parameters' extra_args have
@@ -78,13 +74,13 @@ def request(core: Core, name: str, tokens: list[int], params: Any = None, **more
     return made
 
 
-def settled(core: Core) -> None:
+def settled(core):
     for _ in range(5):
         core.step()
 
 
 @pytest.mark.usefixtures("core")
-def test_vllm_puts_a_requests_kv_transfer_params_where_they_are_read() -> None:
+def test_vllm_puts_a_requests_kv_transfer_params_where_they_are_read():
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -94,7 +90,7 @@ def test_vllm_puts_a_requests_kv_transfer_params_where_they_are_read() -> None:
     assert of_request(Request("one", PROMPT[:], limits, None)).hint == Hint(over=True)
 
 
-def test_the_end_of_a_session_is_told_after_its_last_save(core: Core, told: Told) -> None:
+def test_the_end_of_a_session_is_told_after_its_last_save(core, told):
     core.add(request(core, "one", PROMPT, OVER["kv_transfer_params"], max_tokens=2 * CHUNK))
     core.run("one")
     settled(core)
@@ -105,7 +101,7 @@ def test_the_end_of_a_session_is_told_after_its_last_save(core: Core, told: Told
     assert told.half.store._directory._over == set(told.seen[0][0]), "the answer is over too"
 
 
-def test_what_nobody_says_is_not_told(core: Core, told: Told) -> None:
+def test_what_nobody_says_is_not_told(core, told):
     core.add(
         request(
             core, "one", PROMPT, {"kvtier.over": False, "kvtier.session": "s", "kvtier.keep_s": -1}
@@ -117,7 +113,7 @@ def test_what_nobody_says_is_not_told(core: Core, told: Told) -> None:
     assert told.counts == {"hints_bad": 1}
 
 
-def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(core, told) -> None:
+def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(core, told):
     core.add(request(core, "one", PROMPT, {"kvtier.session": "mine"}))
     core.run("one")
     wait_for(lambda: told.followed("followed_prompts") == 1, "followed")
@@ -129,7 +125,7 @@ def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(core, tol
     assert told.half.store._directory._over == set(told.keys(PROMPT))
 
 
-def test_sessions_by_the_name_vllm_has_and_their_salt(core: Core, told: Told) -> None:
+def test_sessions_by_the_name_vllm_has_and_their_salt(core, told):
     params = {"kvtier.keep_s": 60}
     for number, more in enumerate([{"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}]):
         core.add(request(core, str(number), PROMPT, params, session_id="mine", **more))
@@ -141,7 +137,7 @@ def test_sessions_by_the_name_vllm_has_and_their_salt(core: Core, told: Told) ->
     assert [hint for _, hint, _ in told.seen] == kept
 
 
-def test_a_request_that_is_kept_out_and_one_that_is_aborted(core: Core, told: Told) -> None:
+def test_a_request_that_is_kept_out_and_one_that_is_aborted(core, told):
     from vllm.v1.request import RequestStatus
 
     core.add(request(core, "out", PROMPT, {"kvtier.cache": False, "kvtier.over": True}))
@@ -153,7 +149,7 @@ def test_a_request_that_is_kept_out_and_one_that_is_aborted(core: Core, told: To
     assert not extension(told.half, HintDelivery)._waiting
 
 
-def test_hints_are_counted_by_kind(core: Core, told: Told) -> None:
+def test_hints_are_counted_by_kind(core, told):
     params = {"kvtier.over": True, "kvtier.keep_s": 5, "kvtier.priority": 1, "kvtier.bad_hints": 2}
     core.add(request(core, "one", PROMPT, params))
     core.run("one")
@@ -162,7 +158,7 @@ def test_hints_are_counted_by_kind(core: Core, told: Told) -> None:
 
 
 @pytest.mark.usefixtures("core")
-def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine() -> None:
+def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine():
     """A chat with an OpenAI client's fields, and Anthropic's messages with a mark."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -184,13 +180,13 @@ def test_what_the_middleware_writes_vllms_own_forms_take_to_the_engine() -> None
     assert messages.kv_transfer_params == wanted
 
 
-def test_how_a_request_ended_is_told_where_the_store_was_asked_for_it(core, monkeypatch) -> None:
+def test_how_a_request_ended_is_told_where_the_store_was_asked_for_it(core, monkeypatch):
     from vllm.v1.request import RequestStatus
 
     store, asked, told = core.connector._scheduler.store, list[Asker](), list[Ended]()
     load = store.load
 
-    def loading(*run: Any, asker: Asker, **more: Any) -> Any:
+    def loading(*run, asker, **more):
         asked.append(asker)
         return load(*run, asker=asker, **more)
 

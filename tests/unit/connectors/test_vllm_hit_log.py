@@ -1,10 +1,7 @@
 """vLLM's own Scheduler: the log says of each request that was loaded how much, from where."""
 
-from __future__ import annotations
-
 import logging
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -17,7 +14,7 @@ from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.protocol.wire import Reason
 from kvtier.server.log_limit import LogLimit
 from tests.clock import Clock
-from tests.unit.real_scheduler import CHUNK, Core
+from tests.unit.real_scheduler import CHUNK
 
 pytestmark = pytest.mark.vllm
 
@@ -25,7 +22,7 @@ PROMPT = list(range(100, 100 + 4 * CHUNK + 1))
 
 
 @pytest.fixture(autouse=True)
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def lines(caplog):
     """The loggers are the process's own, and so is the bound on their lines."""
     ours, before = hit_log.logger, hit_log.logger.filters
     ours.filters, ours.propagate = [LogLimit(5, 10.0, Clock(), again_s=0.0)], False
@@ -37,11 +34,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
     ours.filters, ours.propagate = before, True
 
 
-def said(lines: pytest.LogCaptureFixture) -> list[str]:
+def said(lines):
     return [one.getMessage() for one in lines.records if one.name == hit_log.logger.name]
 
 
-def serve(core: Core, name: str, *, failed: bool = False) -> None:
+def serve(core, name, *, failed=False):
     """A request from its beginning to its end. vLLM's own cache is empty."""
     assert core.scheduler.reset_prefix_cache()
     core.add(core.request(name, PROMPT[:]))
@@ -49,7 +46,7 @@ def serve(core: Core, name: str, *, failed: bool = False) -> None:
     core.run(name)
 
 
-def test_the_first_hit_of_an_engine_is_a_line_and_a_miss_is_none(core, lines) -> None:
+def test_the_first_hit_of_an_engine_is_a_line_and_a_miss_is_none(core, lines):
     serve(core, "computed")
     assert said(lines) == []
     serve(core, "loaded")
@@ -57,13 +54,13 @@ def test_the_first_hit_of_an_engine_is_a_line_and_a_miss_is_none(core, lines) ->
     assert re.fullmatch(rf"{4 * CHUNK} of {len(PROMPT)} tokens from RAM in \d+ ms", line)
 
 
-def test_a_load_that_failed_is_no_hit(core: Core, lines: pytest.LogCaptureFixture) -> None:
+def test_a_load_that_failed_is_no_hit(core, lines):
     serve(core, "computed")
     serve(core, "broken", failed=True)
     assert said(lines) == []
 
 
-def loaded(log, clock, tokens, number=1, **declined) -> Prompt:
+def loaded(log, clock, tokens, number=1, **declined):
     """A request of 3,000 tokens that is loaded."""
     anything: Any = None
     prompt = Prompt(SimpleNamespace(num_tokens=3000), None)
@@ -77,13 +74,13 @@ def loaded(log, clock, tokens, number=1, **declined) -> Prompt:
     return prompt
 
 
-def test_each_place_has_its_part_of_the_line(lines: pytest.LogCaptureFixture) -> None:
+def test_each_place_has_its_part_of_the_line(lines):
     log = HitLog(clock := Clock())
     loaded(log, clock, {"ram": 2048, "nvme": 768})
     assert said(lines) == ["2,816 of 3,000 tokens from RAM (2,048) and NVMe (768) in 12 ms"]
 
 
-def test_the_line_says_why_a_hit_is_a_part(lines: pytest.LogCaptureFixture) -> None:
+def test_the_line_says_why_a_hit_is_a_part(lines):
     log, hit = HitLog(clock := Clock()), {"nvme": 1536}
     loaded(log, clock, hit, deadline=2, unasked=0)
     loaded(log, clock, hit, slower=1, refused=1200)
@@ -98,14 +95,14 @@ def test_the_line_says_why_a_hit_is_a_part(lines: pytest.LogCaptureFixture) -> N
     assert hit_log._WHY_A_PART.keys() == {*get_args(Reason)}
 
 
-def test_many_hits_are_few_lines(lines: pytest.LogCaptureFixture) -> None:
+def test_many_hits_are_few_lines(lines):
     log = HitLog(clock := Clock())
     for number in range(100):
         loaded(log, clock, {"ram": 256}, number)
     assert len(said(lines)) == 5
 
 
-def test_requests_that_are_over_leave_nothing(lines: pytest.LogCaptureFixture) -> None:
+def test_requests_that_are_over_leave_nothing(lines):
     log = HitLog(clock := Clock())
     assert not loaded(log, clock, {"ram": 256}).notes
     assert not loaded(log, clock, {}).notes, "computed, not loaded"

@@ -1,12 +1,9 @@
 """What the connector's class decides itself: who of an engine's processes speaks, and what is off
 in an older vLLM."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +18,14 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def module() -> Any:
+def module():
     """The connector's module. vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("kvtier.connectors.vllm.connector")
 
 
-def made(module: Any, role: str) -> Any:
+def made(module, role):
     """A connector of an engine with one worker, as vLLM makes it."""
     transfer = SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config={})
     config = SimpleNamespace(
@@ -45,7 +42,7 @@ def made(module: Any, role: str) -> Any:
 
 
 @pytest.fixture
-def steps(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+def steps(module, monkeypatch, tmp_path):
     """What a connector does about its log while it is made, in order."""
     (tmp_path / "lmcache.yaml").write_text("chunk_size: 64\nenable_p2p: true\n")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
@@ -59,9 +56,7 @@ def steps(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[
     return done
 
 
-def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(
-    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(module, steps, monkeypatch):
     facts = Facts(
         memory=Memory(available=known(100 * GIB, "test"), cgroup_headroom=known(1 << 62, "test")),
         model=Model(
@@ -78,12 +73,8 @@ def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_an_engine_plans_no_tiers_of_a_server_and_none_without_the_switch(
-    module: Any,
-    steps: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    auto: bool,
-) -> None:
+    module, steps, monkeypatch, caplog, auto
+):
     """The server may have all the room by then. The estimate of the prefill is the engine's own."""
     if auto:
         monkeypatch.setenv("KVTIER_AUTO", "true")
@@ -102,7 +93,7 @@ def test_an_engine_plans_no_tiers_of_a_server_and_none_without_the_switch(
     assert told == auto
 
 
-def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(module, steps) -> None:
+def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(module, steps):
     made(module, "SCHEDULER")
     level, told = steps
     assert level == "INFO"
@@ -112,15 +103,15 @@ def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(module, steps) -
     ]
 
 
-def test_workers_do_not_say_it_again(module: Any, steps: list[Any]) -> None:
+def test_workers_do_not_say_it_again(module, steps):
     made(module, "WORKER")
     assert steps == ["INFO"]
 
 
 @pytest.mark.parametrize("names", [True, False])
 def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
-    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, names: bool
-) -> None:
+    module, steps, monkeypatch, names
+):
     monkeypatch.setattr(module, "_NAMES_FAILED_LOADS", names)
     worker = made(module, "WORKER")
     worker._worker = SimpleNamespace(
@@ -134,8 +125,8 @@ def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
 
 
 def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
-    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    module, steps, monkeypatch, caplog
+):
     """Beside other connectors layouts come with a report: then nothing may end the engine."""
     connector = made(module, "SCHEDULER")
     layouts = {(0, 0): module.RankLayout(4096, {"device": "cpu", "row_bytes": [4096]})}
@@ -144,7 +135,7 @@ def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
     assert connector.has_pending_push_work()
     assert connector.build_connector_meta(object()).asks_layout
 
-    def refused(*_: Any) -> None:
+    def refused(*_):
         raise module.KVTierError("no room for a chunk")
 
     monkeypatch.setattr(module, "why_no_prefixes", lambda *_: "")
@@ -162,15 +153,15 @@ def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
 
 @pytest.mark.parametrize("workers_first", [True, False])
 def test_a_worker_gives_empty_statistics_where_the_scheduler_is_not_asked_without(
-    module: Any, steps: list[Any], monkeypatch: pytest.MonkeyPatch, workers_first: bool
-) -> None:
+    module, steps, monkeypatch, workers_first
+):
     monkeypatch.setattr(module, "_WORKERS_FIRST", workers_first)
     given = made(module, "WORKER").get_kv_connector_stats()
     assert given == (module.TierStats() if workers_first else None)
     assert made(module, "SCHEDULER").get_kv_connector_stats() is None
 
 
-def test_the_newest_vllm_has_every_hook(module: Any) -> None:
+def test_the_newest_vllm_has_every_hook(module):
     assert module._NAMES_FAILED_LOADS
     assert not module._WORKERS_FIRST
     assert module.versions.limits(module.KVConnectorBase_V1) == []

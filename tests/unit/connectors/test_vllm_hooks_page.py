@@ -1,7 +1,5 @@
 """connectors/vllm/HOOKS.md: every hook of every vLLM that is here has a row."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -14,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 
 
-def hooks(version: str) -> set[str]:
+def hooks(version):
     tree = ast.parse((vllm_source(version) / BASE).read_text(encoding="utf-8"))
     (base,) = (
         node
@@ -30,7 +28,7 @@ def hooks(version: str) -> set[str]:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("version", sorted(vllm_versions()))
-def test_every_hook_of_vllms_has_a_row(version: str) -> None:
+def test_every_hook_of_vllms_has_a_row(version):
     page = (ROOT / "connectors/vllm/HOOKS.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}

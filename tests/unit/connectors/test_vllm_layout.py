@@ -1,11 +1,8 @@
 """Layouts of engines: what each rank tells is in the fingerprint, and which engines are left alone
 or refused."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +19,14 @@ __all__ = ["folder"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def layout() -> Any:
+def layout():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("kvtier.connectors.vllm.layout")
 
 
-def rank(**other: Any) -> Any:
+def rank(**other):
     from kvtier.connectors.vllm.metadata import RankLayout
 
     given: dict[str, Any] = {
@@ -41,7 +38,7 @@ def rank(**other: Any) -> Any:
     return RankLayout(**given)
 
 
-def cache() -> Any:
+def cache():
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
@@ -49,14 +46,14 @@ def cache() -> Any:
     return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
 
 
-def laid_out(given: Any, config: Any, ranks: Any, tokens: int = 32) -> Any:
+def laid_out(given, config, ranks, tokens=32):
     from kvtier.connectors.vllm.layout import ContextRanks, chunk_layout, kept
 
     found = kept(config, with_groups=True, sharing=ContextRanks.of(given.parallel_config))
     return chunk_layout(given, config, found, ranks, tokens)
 
 
-def print_of(given: Any, ranks: Any = None, tokens: int = 32) -> bytes:
+def print_of(given, ranks=None, tokens=32):
     return bytes(laid_out(given, cache(), ranks or {(0, 0): rank()}, tokens)[0].fingerprint)
 
 
@@ -71,14 +68,14 @@ def print_of(given: Any, ranks: Any = None, tokens: int = 32) -> bytes:
     ids=["strides", "block bytes", "rotary tables", "attention"],
 )
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_each_rank_tells_is_in_it(folder: Path, other: dict[str, Any], place: int) -> None:
+def test_what_each_rank_tells_is_in_it(folder, other, place):
     same, changed = ({(0, 0): rank(), (0, 1): rank()} for _ in range(2))
     changed[0, place] = rank(**other)
     assert print_of(engine(folder), changed) != print_of(engine(folder), same)
     assert print_of(engine(folder), {(0, 0): rank()}) != print_of(engine(folder), same)
 
 
-def test_ranks_are_told_apart_by_their_place(folder: Path) -> None:
+def test_ranks_are_told_apart_by_their_place(folder):
     one, two = rank(model={"rotary": "one"}), rank(model={"rotary": "two"})
     assert print_of(engine(folder), {(0, 0): one, (0, 1): two}) != print_of(
         engine(folder), {(0, 0): two, (0, 1): one}
@@ -88,7 +85,7 @@ def test_ranks_are_told_apart_by_their_place(folder: Path) -> None:
     )
 
 
-def test_a_model_keeps_its_chunks_under_any_name_that_it_is_served_by(folder: Path) -> None:
+def test_a_model_keeps_its_chunks_under_any_name_that_it_is_served_by(folder):
     given = engine(folder)
     without = laid_out(given, cache(), {(0, 0): rank()})[0]
     given.model_config.served_model_name = "tiny-70b"
@@ -97,7 +94,7 @@ def test_a_model_keeps_its_chunks_under_any_name_that_it_is_served_by(folder: Pa
     assert named == without and named.keys([*range(64)]) == without.keys([*range(64)])
 
 
-def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
+def test_the_size_of_chunks_is_in_every_key(folder):
     tokens = list(range(64))
     small, large = (
         laid_out(engine(folder), cache(), {(0, 0): rank()}, size)[0] for size in (32, 64)
@@ -105,7 +102,7 @@ def test_the_size_of_chunks_is_in_every_key(folder: Path) -> None:
     assert not set(small.keys(tokens)) & set(large.keys(tokens))
 
 
-def test_keys_of_one_start_are_random(layout: Any) -> None:
+def test_keys_of_one_start_are_random(layout):
     given = ChunkLayout(fingerprint({"model": "a"}), 32, 16, (4096,))
     one, two = layout.start_only(given, "why"), layout.start_only(given, "why")
     assert len({given.fingerprint, one.fingerprint, two.fingerprint}) == 3
@@ -132,8 +129,8 @@ def test_keys_of_one_start_are_random(layout: Any) -> None:
     ],
 )
 def test_ranks_share_a_part_only_where_all_of_their_layers_hold_the_same(
-    folder: Path, replicas: int | None, mla: bool, shared: bool
-) -> None:
+    folder, replicas, mla, shared
+):
     given, config = engine(folder), cache()
     given.model_config.use_mla, given.parallel_config.tensor_parallel_size = mla, 2
     if replicas is not None:
@@ -145,7 +142,7 @@ def test_ranks_share_a_part_only_where_all_of_their_layers_hold_the_same(
     assert len(chunks.rank_block_bytes) == (1 if shared else 2)
 
 
-def test_vllm_counts_the_ranks_that_hold_the_same() -> None:
+def test_vllm_counts_the_ranks_that_hold_the_same():
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     assert KVCacheConfig(1, [], []).kv_tp_replicas == 1
@@ -154,7 +151,7 @@ def test_vllm_counts_the_ranks_that_hold_the_same() -> None:
 # ---- context parallelism -------------------------------------------------------------------------
 
 
-def parallel(folder: Path, *, divide: int = 1, prefill: int = 1, **more: int) -> Any:
+def parallel(folder, *, divide=1, prefill=1, **more):
     """An engine with DCP and PCP. Some vLLMs refuse them on this machine."""
     given = engine(folder)
     sizes = {
@@ -168,7 +165,7 @@ def parallel(folder: Path, *, divide: int = 1, prefill: int = 1, **more: int) ->
     return given
 
 
-def test_a_block_that_ranks_divide_has_the_tokens_of_all_of_them(folder: Path) -> None:
+def test_a_block_that_ranks_divide_has_the_tokens_of_all_of_them(folder):
     """And one that they do not divide, as a draft's, has its own."""
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -181,7 +178,7 @@ def test_a_block_that_ranks_divide_has_the_tokens_of_all_of_them(folder: Path) -
     assert [group.block_tokens for group in geometry.groups] == [32, 16]
 
 
-def test_how_ranks_divide_their_blocks_is_in_every_key(folder: Path) -> None:
+def test_how_ranks_divide_their_blocks_is_in_every_key(folder):
     """By the workers' word of the turn: vLLM settles it in them alone."""
     from kvtier.connectors.vllm.layout import divided
 
@@ -195,7 +192,7 @@ def test_how_ranks_divide_their_blocks_is_in_every_key(folder: Path) -> None:
     assert print_of(parallel(folder, prefill=2)) != print_of(parallel(folder))
 
 
-def test_every_rank_that_divides_a_block_has_a_part_of_its_own(folder: Path) -> None:
+def test_every_rank_that_divides_a_block_has_a_part_of_its_own(folder):
     """Also where vLLM counts one tensor rank, which is as many as hold the same."""
     config = cache()
     config.kv_tp_replicas = 1
@@ -205,7 +202,7 @@ def test_every_rank_that_divides_a_block_has_a_part_of_its_own(folder: Path) -> 
     assert len(chunks.rank_block_bytes) == 2
 
 
-def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder: Path) -> None:
+def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder):
     """vLLM's handshake names one of them. Ranks are numbered by stage, then by their part of the
     prompt, then by tensor rank."""
     from kvtier.connectors.vllm.layout import place, places
@@ -230,7 +227,7 @@ def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder: Path) -> N
     assert (place(divided.parallel_config), places(divided.parallel_config)) == ((0, 1), 2)
 
 
-def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_split(folder) -> None:
+def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_split(folder):
     """vLLM's MLA beside Qwen3.8's states: the attention is the same on both ranks, and one writes
     it. Of states each rank has its own, whether they are the same or not."""
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
@@ -250,7 +247,7 @@ def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_spl
 # ---- what is refused, by name, at the start ------------------------------------------------------
 
 
-def spec(name: str, **given: Any) -> Any:
+def spec(name, **given):
     """One of vLLM's specs of a layer's KV cache."""
     import torch
     from vllm.v1 import kv_cache_interface
@@ -261,7 +258,7 @@ def spec(name: str, **given: Any) -> Any:
     return getattr(kv_cache_interface, name)(**{"block_size": 16} | own | given)
 
 
-def refused(given: Any, told: str, *, with_groups: bool = True, **more: Any) -> None:
+def refused(given, told, *, with_groups=True, **more):
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
     from kvtier.connectors.vllm.layout import kept
@@ -279,11 +276,11 @@ def refused(given: Any, told: str, *, with_groups: bool = True, **more: Any) -> 
         ("MambaSpec", {"mamba_cache_mode": "none"}, "mamba_cache_mode='none'; .* --mamba-cache"),
     ],
 )
-def test_a_kv_cache_that_is_not_kept_is_refused_by_its_name(name, given, told) -> None:
+def test_a_kv_cache_that_is_not_kept_is_refused_by_its_name(name, given, told):
     refused(spec(name, **given), told)
 
 
-def test_a_group_whose_layers_differ_in_what_they_keep_is_refused() -> None:
+def test_a_group_whose_layers_differ_in_what_they_keep_is_refused():
     layers = {
         "one": spec("FullAttentionSpec"),
         "two": spec("SlidingWindowSpec", sliding_window=64),
@@ -291,7 +288,7 @@ def test_a_group_whose_layers_differ_in_what_they_keep_is_refused() -> None:
     refused(SimpleNamespace(kv_cache_specs=layers), r"\(FullAttentionSpec, SlidingWindowSpec\)")
 
 
-def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(monkeypatch) -> None:
+def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(monkeypatch):
     """The specs of such a vLLM do not have all fields either."""
     window = spec("SlidingWindowSpec", sliding_window=64)
     refused(window, "sliding window.* from vLLM 0.32 on", with_groups=False)
@@ -301,7 +298,7 @@ def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(monk
     refused(latent, "sliding window.* from vLLM 0.32 on", with_groups=False)
 
 
-def test_context_parallelism_is_refused_by_its_names_where_it_was_not_tried() -> None:
+def test_context_parallelism_is_refused_by_its_names_where_it_was_not_tried():
     from kvtier.connectors.vllm.layout import ContextRanks
 
     for sharing in (ContextRanks(2, 1), ContextRanks(1, 2)):
@@ -311,14 +308,14 @@ def test_context_parallelism_is_refused_by_its_names_where_it_was_not_tried() ->
         refused(state, f"recurrent state, .* prefill_.*={sharing.prefill}. Set", sharing=sharing)
 
 
-def test_ranks_that_should_hold_the_same_and_do_not_are_refused(folder: Path) -> None:
+def test_ranks_that_should_hold_the_same_and_do_not_are_refused(folder):
     given = engine(folder)
     given.model_config.use_mla, given.parallel_config.tensor_parallel_size = True, 2
     with pytest.raises(LayoutError, match="ranks of stage 0 disagree: 4096 and 8192 bytes"):
         print_of(given, {(0, 0): rank(), (0, 1): rank(block_bytes=(8192,))})
 
 
-def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> None:
+def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied():
     """Blocks of all groups lie over one another, so such layers look like more of the same. Some
     are no rows of blocks at all."""
     import torch
@@ -350,7 +347,7 @@ def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied() -> No
     assert half.layout().block_bytes == (latent.page_size_bytes,)
 
 
-def test_a_window_that_is_replayed_takes_blocks_though_nothing_of_it_is_kept() -> None:
+def test_a_window_that_is_replayed_takes_blocks_though_nothing_of_it_is_kept():
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from kvtier.connectors.vllm.groups import Uncached
@@ -364,7 +361,7 @@ def test_a_window_that_is_replayed_takes_blocks_though_nothing_of_it_is_kept() -
     assert found.uncached == (Uncached(replayed.block_size, 64),)
 
 
-def test_models_without_a_group_of_which_prefixes_consist_are_refused_by_name() -> None:
+def test_models_without_a_group_of_which_prefixes_consist_are_refused_by_name():
     """An engine that runs an encoder only has no groups. R-SWA drops tokens that it generated. A
     hybrid model may be configured without a layer of attention."""
     import torch

@@ -1,11 +1,8 @@
 """What an engine has learned is there at its next start, and a page that cannot be believed says
 nothing."""
 
-from __future__ import annotations
-
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,14 +19,14 @@ SAID = Learnt({"one": (1e-3, 1e-9)}, {"nvme 4096 /disk": 0.02})
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """As a tier makes it."""
     place = tmp_path / "tier"
     place.mkdir(mode=0o700)
     return place
 
 
-def test_a_page_that_was_written_is_read_and_a_new_one_replaces_it(folder: Path) -> None:
+def test_a_page_that_was_written_is_read_and_a_new_one_replaces_it(folder):
     assert read_learnt(folder) == read_learnt(folder / "none") == Learnt()
     many = Learnt({f"{number:02}" * 200: (1.0, 0.0) for number in range(100)})
     write_learnt(folder, many)
@@ -40,7 +37,7 @@ def test_a_page_that_was_written_is_read_and_a_new_one_replaces_it(folder: Path)
     assert (page.stat().st_size, page.stat().st_mode & 0o777) == (4096, 0o600)
 
 
-def test_a_page_that_is_damaged_anywhere_says_nothing(folder: Path) -> None:
+def test_a_page_that_is_damaged_anywhere_says_nothing(folder):
     write_learnt(folder, SAID)
     page, draw = folder / LEARNT_NAME, random.Random(0)
     whole = page.read_bytes()
@@ -59,12 +56,12 @@ def test_a_page_that_is_damaged_anywhere_says_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e4, float("nan"), float("inf")])
-def test_numbers_that_no_clock_has_measured_are_left_out(folder: Path, seconds: float) -> None:
+def test_numbers_that_no_clock_has_measured_are_left_out(folder, seconds):
     write_learnt(folder, Learnt({"a": (seconds, 0.0), "b": (1.0, -1.0)}, {"c": seconds}))
     assert read_learnt(folder) == Learnt()
 
 
-def test_a_page_of_somebody_else_says_nothing_and_is_not_written_through(folder, tmp_path) -> None:
+def test_a_page_of_somebody_else_says_nothing_and_is_not_written_through(folder, tmp_path):
     write_learnt(folder, SAID)
     (folder / LEARNT_NAME).rename(tmp_path / "theirs")
     (folder / LEARNT_NAME).symlink_to(tmp_path / "theirs")
@@ -81,14 +78,14 @@ def test_a_page_of_somebody_else_says_nothing_and_is_not_written_through(folder,
 class Start:
     """An engine that starts over the folder."""
 
-    def __init__(self, folder: Path, engine: str = "one") -> None:
+    def __init__(self, folder, engine="one"):
         self.clock, self.lane, self.pace = Clock(100.0), ManualLane(), Pace(1)
         self.learning = Learning(
             folder, engine, {"nvme 4096 /disk": self.pace}, self.clock, self.lane
         )
         self.prefill = self.learning.begin_with(Prefill(PrefillTime(5e-6), Certainty.GUESSED))
 
-    def steps(self, per_token: float | None = None, read_s: float | None = None) -> None:
+    def steps(self, per_token=None, read_s=None):
         if per_token is not None:
             for _ in range(20):
                 self.prefill.learn(2048, 0.0, 2048 * per_token)
@@ -99,7 +96,7 @@ class Start:
         self.lane.run()
 
 
-def test_the_next_start_begins_with_what_was_measured(folder: Path) -> None:
+def test_the_next_start_begins_with_what_was_measured(folder):
     first = Start(folder)
     assert (first.prefill.known, first.pace.wait(1, 0.0)) == (Certainty.GUESSED, None)
     first.steps(read_s=0.02)
@@ -115,7 +112,7 @@ def test_the_next_start_begins_with_what_was_measured(folder: Path) -> None:
     assert (other.prefill.known, other.pace.wait(1, 0.0)) == (Certainty.GUESSED, 0.02)
 
 
-def test_a_plan_a_bound_and_what_was_remembered_are_not_written_as_measured(folder: Path) -> None:
+def test_a_plan_a_bound_and_what_was_remembered_are_not_written_as_measured(folder):
     start = Start(folder)
     start.prefill.at_most(1e-9)
     start.steps()
@@ -127,7 +124,7 @@ def test_a_plan_a_bound_and_what_was_remembered_are_not_written_as_measured(fold
     assert read_learnt(folder).engines["one"][0] == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_first_measure_is_written_at_once_and_later_ones_as_they_change(folder: Path) -> None:
+def test_the_first_measure_is_written_at_once_and_later_ones_as_they_change(folder):
     start = Start(folder)
     start.steps()
     assert not (folder / LEARNT_NAME).exists(), "there is nothing to say"
@@ -144,7 +141,7 @@ def test_the_first_measure_is_written_at_once_and_later_ones_as_they_change(fold
     assert (folder / LEARNT_NAME).stat().st_mtime_ns == second, "it is much the same"
 
 
-def test_no_step_waits_for_the_page_and_a_full_lane_is_tried_again(folder: Path) -> None:
+def test_no_step_waits_for_the_page_and_a_full_lane_is_tried_again(folder):
     start = Start(folder)
     start.prefill.learn(2048, 0.0, 2.0)
     anything: Any = None
@@ -154,7 +151,7 @@ def test_no_step_waits_for_the_page_and_a_full_lane_is_tried_again(folder: Path)
     assert not start.learning._speed_told
 
 
-def test_an_engine_is_its_fingerprint_on_a_device() -> None:
+def test_an_engine_is_its_fingerprint_on_a_device():
     names = {engine_name(bytes([n]) * 32, device) for n in (1, 2) for device in ("cpu 2", "cpu 4")}
     assert len(names) == 4
     assert max(map(len, names)) <= 64

@@ -1,14 +1,11 @@
 """An engine's process whose front end was killed ends, and its folder is free."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 from tests.child_process import DEADLINE_S
 
@@ -37,7 +34,7 @@ print(threading.active_count())
 """
 
 
-def test_an_engine_ends_when_its_front_end_was_killed(tmp_path: Path) -> None:
+def test_an_engine_ends_when_its_front_end_was_killed(tmp_path):
     script = tmp_path / "front_end.py"
     script.write_text(textwrap.dedent(ENGINE))
     for method in ("spawn", "fork"):
@@ -53,7 +50,7 @@ def test_an_engine_ends_when_its_front_end_was_killed(tmp_path: Path) -> None:
             os.close(descriptor)
 
 
-def test_an_engine_in_its_users_own_process_has_no_parent_to_watch() -> None:
+def test_an_engine_in_its_users_own_process_has_no_parent_to_watch():
     """There the parent is a shell, which may end as it likes."""
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"

@@ -1,7 +1,5 @@
 """Hits that end within a block: for which engines, and what is kept and looked for."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from types import SimpleNamespace
@@ -38,17 +36,17 @@ TABLES = [[3, 4], [0, 7]]
 """The running state is in block 7."""
 
 
-def prompt(tokens: list[int] = TOKENS) -> Any:
+def prompt(tokens=TOKENS):
     found = prompts.Prompt(vllm_request(tokens), LAYOUT.chain())
     found.chain.extend(tokens)
     return found
 
 
-def tails(store: Any = None, unit: int = UNIT) -> Any:
+def tails(store=None, unit=UNIT):
     return partial_tails.PartialTails(store or Store(Pool(16, SLOT)), GEOMETRY, unit)
 
 
-def kept(told: list[tuple[int, int, int]], **more: Any) -> list[tuple[int, int, list[int]]]:
+def kept(told, **more):
     """``(group, block number, blocks)`` of each piece that is kept of a tail."""
     one, tables = prompt(), more.pop("tables", TABLES)
     pieces, own = tails(**more).pieces(one, one.chain.keys, told, tables)
@@ -58,7 +56,7 @@ def kept(told: list[tuple[int, int, int]], **more: Any) -> list[tuple[int, int, 
     ]
 
 
-def test_of_a_tail_the_block_of_attention_is_kept_and_the_copy_of_the_state() -> None:
+def test_of_a_tail_the_block_of_attention_is_kept_and_the_copy_of_the_state():
     """The request's own block of states has gone on meanwhile: it is 7, and the copy is 9."""
     assert kept([(1, 9, 896)]) == [(0, 1, [4]), (1, 1, [9])]
     assert kept([(1, 8, 784), (1, 9, 896)]) == [(0, 1, [4]), (1, 1, [9])]
@@ -94,11 +92,11 @@ def test_of_a_tail_the_block_of_attention_is_kept_and_the_copy_of_the_state() ->
         "hits end with blocks",
     ],
 )
-def test_nothing_else_is_kept_as_a_tail(told, more) -> None:
+def test_nothing_else_is_kept_as_a_tail(told, more):
     assert kept(told, **more) == []
 
 
-def stored(store: Store, *ends: int) -> None:
+def stored(store, *ends):
     """All pieces of the tails that end here, and of the chunks before."""
     for end in ends:
         one = prompt(TOKENS[: end + 1])
@@ -108,7 +106,7 @@ def stored(store: Store, *ends: int) -> None:
             lease.commit()
 
 
-def test_the_last_end_before_the_last_token_is_found_and_loaded_as_a_block() -> None:
+def test_the_last_end_before_the_last_token_is_found_and_loaded_as_a_block():
     store = Store(Pool(16, SLOT))
     stored(store, 832, 896)
     for tokens, end in ((900, 896), (897, 896), (896, 832), (833, 832)):
@@ -128,18 +126,18 @@ def test_the_last_end_before_the_last_token_is_found_and_loaded_as_a_block() -> 
 class Asked:
     """A store that notes what it is asked: with a server each question is a message."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store):
         self._store, self.questions = store, list[tuple[str, Any]]()
 
-    def __getattr__(self, name: str) -> Any:
-        def ask(keys: Any) -> Any:
+    def __getattr__(self, name):
+        def ask(keys):
             self.questions.append((name, keys))
             return getattr(self._store, name)(keys)
 
         return ask
 
 
-def test_a_prompts_ends_are_asked_of_once_and_in_one_message() -> None:
+def test_a_prompts_ends_are_asked_of_once_and_in_one_message():
     store = Asked(Store(Pool(16, SLOT)))
     one, ours = prompt([*range(2 * BLOCK)]), tails(store, unit=2)
     for _ in range(3):
@@ -148,7 +146,7 @@ def test_a_prompts_ends_are_asked_of_once_and_in_one_message() -> None:
     assert store.questions == [("known", ends)], "the longest first, and not the whole prompt"
 
 
-def test_a_hit_within_a_block_takes_two_messages() -> None:
+def test_a_hit_within_a_block_takes_two_messages():
     store = Store(Pool(16, SLOT))
     stored(store, 800, 896)
     asked, one = Asked(store), prompt()
@@ -156,14 +154,14 @@ def test_a_hit_within_a_block_takes_two_messages() -> None:
     assert [name for name, _ in asked.questions] == ["known", "lookup"]
 
 
-def unit(*, groups_: Any = (FULL, STATE), size: int = BLOCK, drafts: Any = None, told: Any) -> int:
+def unit(*, groups_=(FULL, STATE), size=BLOCK, drafts=None, told):
     config = SimpleNamespace(speculative_config=drafts)
     cache = SimpleNamespace(cache_hit_alignment_tokens=told)
     found: int = partial_tails.hit_unit(config, cache, groups.Geometry(groups_, size))
     return found
 
 
-def test_an_engines_hits_end_within_blocks_where_that_is_proven() -> None:
+def test_an_engines_hits_end_within_blocks_where_that_is_proven():
     assert unit(told=UNIT) == UNIT
     assert unit(told=BLOCK) == unit(told=None) == unit(told=30) == 0
     assert unit(told=UNIT, drafts=object()) == 0, "their states are of another end"
@@ -174,7 +172,7 @@ def test_an_engines_hits_end_within_blocks_where_that_is_proven() -> None:
 
 
 @pytest.mark.parametrize("version", WITH_STATES)
-def test_vllm_takes_hits_within_blocks_of_full_attention_and_states_alone(version: str) -> None:
+def test_vllm_takes_hits_within_blocks_of_full_attention_and_states_alone(version):
     """Of a vLLM that can do more, more may be kept."""
     core = vllm_source(version) / "vllm/v1/core"
     source = (core / "single_type_kv_cache_manager.py").read_text(encoding="utf-8")

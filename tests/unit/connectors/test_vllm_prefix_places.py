@@ -1,13 +1,10 @@
 """The connector's table of places at which vLLM turns prefix caching off or restricts it: every
 place in the source of every vLLM that is here has a row, and every row names its test."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,7 +17,7 @@ ANSWERS = ("is_prefix_caching_supported", "prefix_cacheable")
 """And whoever answers one of these: for a model, or for a cache group."""
 
 
-def places(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[str]:
+def places(tree, inside=()):
     """The functions that decide, as ``Class.function``."""
     for node in ast.iter_child_nodes(tree):
         name = getattr(node, "name", None) if hasattr(node, "body") else None
@@ -29,7 +26,7 @@ def places(tree: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[str]:
         yield from places(node, (*inside, name) if name else inside)
 
 
-def _written(node: ast.AST) -> list[str]:
+def _written(node):
     """Names of the attributes that a statement or a call writes."""
     if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -43,7 +40,7 @@ def _written(node: ast.AST) -> list[str]:
 
 
 @functools.cache
-def found(version: str) -> Counter[str]:
+def found(version):
     """How often each ``file::Class.function`` decides in this version's source."""
     package = vllm_source(version) / "vllm"
     told = Counter[str]()
@@ -55,11 +52,11 @@ def found(version: str) -> Counter[str]:
     return told
 
 
-def rows() -> list[list[str]]:
+def rows():
     return marked_tables.rows("connectors/vllm/MODES.md", "prefixes")
 
 
-def listed() -> Counter[str]:
+def listed():
     """``x 2`` behind a place: it decides twice."""
     told = Counter[str]()
     for row in rows():
@@ -70,19 +67,19 @@ def listed() -> Counter[str]:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("version", sorted(vllm_versions()))
-def test_every_place_that_turns_prefix_caching_off_has_a_row(version: str) -> None:
+def test_every_place_that_turns_prefix_caching_off_has_a_row(version):
     assert len(found(version)) >= 9, "the names have changed, so that nothing is found"
     assert not found(version) - listed()
 
 
 @pytest.mark.vllm
-def test_every_row_is_of_a_vllm_that_is_supported() -> None:
+def test_every_row_is_of_a_vllm_that_is_supported():
     if len(vllm_versions()) < 2:
         pytest.skip("a place may be an older vLLM's, and none is here")
     assert set(listed()) <= {place for version in vllm_versions() for place in found(version)}
 
 
-def test_every_row_names_tests_that_there_are() -> None:
+def test_every_row_names_tests_that_there_are():
     assert len(rows()) > 5
     for row in rows():
         tests = re.findall(r"`(\w+\.py)::(\w+)`", row[-1])
@@ -102,6 +99,6 @@ def test_every_row_names_tests_that_there_are() -> None:
         "config = replace(config, enable_prefix_caching=False)",
     ],
 )
-def test_a_place_is_seen_however_it_is_written(text: str) -> None:
+def test_a_place_is_seen_however_it_is_written(text):
     assert list(places(ast.parse(f"class A:\n def b(self):\n  if 1:\n   {text}"))) == ["A.b"]
     assert not list(places(ast.parse(f"print({text.partition(' = ')[0].partition(' &')[0]!r})")))

@@ -1,11 +1,7 @@
 """When an engine computes on while workers still read the blocks that they save."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Mapping, Set
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -34,7 +30,7 @@ PROMPT = 4 * CHUNK
 class Engine:
     """The scheduler's half of an engine whose requests have four chunks each."""
 
-    def __init__(self, *kinds: Any) -> None:
+    def __init__(self, *kinds):
         clock = Clock(100.0)
         store = Store(Pool(16, SLOT), clock=clock)
         policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
@@ -42,11 +38,11 @@ class Engine:
         self.half = scheduler_half(store, LAYOUT, geometry, (((0, True),),), policy)
         self.computed: dict[str, int] = {}
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+    def get_block_ids(self, request_id):
         begin = 1 + 20 * [*self.computed].index(request_id)
         return [*range(begin, begin + 2 * PROMPT // BLOCK)], [*range(begin + 100, begin + 116)]
 
-    def step(self, scheduled: Mapping[str, int], resumed: Set[str] = frozenset()) -> Any:
+    def step(self, scheduled, resumed=frozenset()):
         """One step that computes so many tokens of each request. The new ones are new to vLLM
         too."""
         new = [name for name in scheduled if name not in self.computed]
@@ -79,13 +75,13 @@ class Engine:
         return metadata
 
 
-def told(metadata: Any) -> tuple[bool, bool, bool]:
+def told(metadata):
     """Whether it saves, whether the engine need not wait for that, whether it has to for earlier
     steps' saves."""
     return bool(metadata.saves), metadata.reads_on, metadata.may_reuse
 
 
-def test_the_steps_of_a_long_prompt_wait_for_no_save_but_the_last() -> None:
+def test_the_steps_of_a_long_prompt_wait_for_no_save_but_the_last():
     engine = Engine()
     assert told(engine.step({"a": CHUNK})) == (True, True, False)
     assert told(engine.step({"a": CHUNK})) == (True, True, False)
@@ -94,7 +90,7 @@ def test_the_steps_of_a_long_prompt_wait_for_no_save_but_the_last() -> None:
     assert told(engine.step({"a": 1})) == (False, False, False)
 
 
-def test_a_request_that_ends_its_prompt_beside_a_longer_one_is_waited_for() -> None:
+def test_a_request_that_ends_its_prompt_beside_a_longer_one_is_waited_for():
     engine = Engine()
     assert told(engine.step({"a": CHUNK, "b": PROMPT})) == (True, False, False)
     assert told(engine.step({"a": CHUNK})) == (True, True, False)
@@ -105,20 +101,20 @@ def test_a_request_that_ends_its_prompt_beside_a_longer_one_is_waited_for() -> N
     [({}, set()), ({"b": 5}, set()), ({"a": CHUNK}, {"a"})],
     ids=["idle", "another is computed", "resumed"],
 )
-def test_a_request_that_may_have_lost_its_blocks_is_waited_for_once(scheduled, resumed) -> None:
+def test_a_request_that_may_have_lost_its_blocks_is_waited_for_once(scheduled, resumed):
     engine = Engine()
     assert told(engine.step({"a": CHUNK})) == (True, True, False)
     assert engine.step(scheduled, resumed).may_reuse
     assert not engine.step({}).may_reuse or resumed
 
 
-def test_all_earlier_requests_are_looked_at_and_not_only_the_last_steps() -> None:
+def test_all_earlier_requests_are_looked_at_and_not_only_the_last_steps():
     engine = Engine()
     engine.step({"a": CHUNK, "b": 5})
     assert told(engine.step({"a": 5, "b": CHUNK})) == (True, True, False)
     assert engine.step({"b": 5}).may_reuse, "a was preempted"
 
 
-def test_blocks_that_leave_a_window_are_waited_for() -> None:
+def test_blocks_that_leave_a_window_are_waited_for():
     engine = Engine(FULL, WINDOW)
     assert told(engine.step({"a": CHUNK})) == (True, False, False)

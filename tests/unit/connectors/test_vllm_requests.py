@@ -1,16 +1,12 @@
 """What of a request enters its keys besides tokens: adapter by content, salt, media with their
 places."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import UserDict
 from concurrent.futures import Future
 from itertools import combinations
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +22,11 @@ TOKENS = list(range(128))
 
 
 @pytest.fixture
-def requests() -> Any:
+def requests():
     return kvtier.connectors.vllm.scheduler_side.requests
 
 
-def image(content: str, offset: int, length: int = 8, called: str = "") -> Any:
+def image(content, offset, length=8, called=""):
     """An item that vLLM calls by a digest of its content, where nothing else is said."""
     tensor = torch.frombuffer(bytearray(b"picture " + content.encode()), dtype=torch.uint8)
     return SimpleNamespace(
@@ -40,7 +36,7 @@ def image(content: str, offset: int, length: int = 8, called: str = "") -> Any:
     )
 
 
-def asked(**other: Any) -> Any:
+def asked(**other):
     given = {
         "kv_transfer_params": None,
         "prompt_embeds": None,
@@ -50,33 +46,33 @@ def asked(**other: Any) -> Any:
     return SimpleNamespace(**given | {"mm_features": None} | other)
 
 
-def adapter(folder: Path, content: bytes = b"weights", name: str = "adapter", **other: Any) -> Any:
+def adapter(folder, content=b"weights", name="adapter", **other):
     folder.mkdir(exist_ok=True)
     (folder / "adapter_model.safetensors").write_bytes(content)
     given = {"lora_name": name, "lora_int_id": 1, "lora_path": str(folder), "load_inplace": False}
     return SimpleNamespace(**given | other)
 
 
-def keys(requests: Any, request: Any, adapters: Any = None) -> list[bytes]:
+def keys(requests, request, adapters=None):
     extra = requests.request_extra(request, adapters or requests.Adapters())
     assert extra is not None
     found = requests.media_extra(request, LAYOUT.chunk_tokens, MediaNames())
     return list(LAYOUT.chain(extra, found).extend(TOKENS))
 
 
-def media(requests: Any, *features: Any) -> Any:
+def media(requests, *features):
     return requests.media_extra(asked(mm_features=features), 32, MediaNames())
 
 
 class TestMedia:
-    def test_every_chunk_that_an_image_touches_has_it(self, requests: Any) -> None:
+    def test_every_chunk_that_an_image_touches_has_it(self, requests):
         found = media(requests, image("cat", 30, 40))
         assert set(found) == {0, 1, 2}
         assert set(media(requests, image("cat", 32, 32))) == {1}
         assert set(media(requests, image("cat", 31, 2))) == {0, 1}
         assert set(media(requests, image("cat", 33, 0))) == {1}
 
-    def test_which_image_and_where_it_lies_are_in_the_key(self, requests: Any) -> None:
+    def test_which_image_and_where_it_lies_are_in_the_key(self, requests):
         several = [
             [image("cat", 40)],
             [image("dog", 40)],
@@ -90,7 +86,7 @@ class TestMedia:
             assert one[1] != other[1]
             assert one[2] != other[2], "what comes after an image has seen it"
 
-    def test_the_order_in_which_media_are_told_is_not(self, requests: Any) -> None:
+    def test_the_order_in_which_media_are_told_is_not(self, requests):
         one, two = [image("cat", 40), image("dog", 52)], [image("dog", 52), image("cat", 40)]
         assert keys(requests, asked(mm_features=one)) == keys(requests, asked(mm_features=two))
 
@@ -98,7 +94,7 @@ class TestMedia:
         st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
         st.lists(st.tuples(st.text(max_size=6), st.integers(0, 31)), max_size=3),
     )
-    def test_equal_bytes_mean_equal_media(self, one, other) -> None:
+    def test_equal_bytes_mean_equal_media(self, one, other):
         module = kvtier.connectors.vllm.scheduler_side.requests
         said = [
             media(module, *[image(content, at, 1) for content, at in items])
@@ -108,7 +104,7 @@ class TestMedia:
 
 
 class TestSaltsAndAdapters:
-    def test_neither_is_the_other_and_none_is_nothing(self, requests: Any, tmp_path: Path) -> None:
+    def test_neither_is_the_other_and_none_is_nothing(self, requests, tmp_path):
         lora, other = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"others")
         several = [
             asked(),
@@ -122,15 +118,11 @@ class TestSaltsAndAdapters:
         for one, two in combinations(found, 2):
             assert not set(one) & set(two)
 
-    def test_an_adapter_is_its_content_whatever_its_name_and_place(
-        self, requests: Any, tmp_path: Path
-    ) -> None:
+    def test_an_adapter_is_its_content_whatever_its_name_and_place(self, requests, tmp_path):
         one, two = adapter(tmp_path / "a"), adapter(tmp_path / "b", name="renamed", lora_int_id=2)
         assert keys(requests, asked(lora_request=one)) == keys(requests, asked(lora_request=two))
 
-    def test_an_adapter_that_changes_under_the_engine_is_left_alone(
-        self, requests: Any, tmp_path: Path
-    ) -> None:
+    def test_an_adapter_that_changes_under_the_engine_is_left_alone(self, requests, tmp_path):
         adapters, lora = requests.Adapters(), adapter(tmp_path / "a")
         before = keys(requests, asked(lora_request=lora), adapters)
         adapter(tmp_path / "a", b"other weights")
@@ -140,7 +132,7 @@ class TestSaltsAndAdapters:
         after = keys(requests, asked(lora_request=lora), adapters)
         assert not set(before) & set(after)
 
-    def test_one_that_is_written_over_at_the_same_size_is_noticed(self, requests, tmp_path) -> None:
+    def test_one_that_is_written_over_at_the_same_size_is_noticed(self, requests, tmp_path):
         adapters, lora = requests.Adapters(), adapter(tmp_path / "a", b"one")
         keys(requests, asked(lora_request=lora), adapters)
         adapter(tmp_path / "a", b"two")
@@ -148,7 +140,7 @@ class TestSaltsAndAdapters:
         assert requests.request_extra(asked(lora_request=lora), adapters) is None
 
     @pytest.mark.parametrize("path", ["~/adapter", "acme/adapter", "here"])
-    def test_one_is_found_where_vllm_finds_it(self, requests, tmp_path, monkeypatch, path) -> None:
+    def test_one_is_found_where_vllm_finds_it(self, requests, tmp_path, monkeypatch, path):
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -169,8 +161,8 @@ class TestSaltsAndAdapters:
         assert found[0] == found[2] != found[1]
 
     def test_one_that_the_hub_may_replace_is_this_start_s_own(
-        self, requests: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, requests, tmp_path, monkeypatch
+    ):
         from huggingface_hub import constants
 
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -180,14 +172,14 @@ class TestSaltsAndAdapters:
         assert adapters.identity(lora) == adapters.identity(lora) is not None
         assert adapters.identity(lora) != requests.Adapters().identity(lora)
 
-    def test_how_vllm_shall_read_one_is_in_its_name(self, requests: Any, tmp_path: Path) -> None:
+    def test_how_vllm_shall_read_one_is_in_its_name(self, requests, tmp_path):
         one, two = (
             adapter(tmp_path / "a", is_3d_lora_weight=told, of_tomorrow=None)
             for told in (False, True)
         )
         assert requests.Adapters().identity(one) != requests.Adapters().identity(two)
 
-    def test_every_file_of_one_counts(self, requests: Any, tmp_path: Path) -> None:
+    def test_every_file_of_one_counts(self, requests, tmp_path):
         lora, found = adapter(tmp_path / "a"), []
         for name in ("adapter_config.json", "config.json", "new_embeddings.bin", "README.md"):
             (tmp_path / "a" / name).write_text("{}")
@@ -196,7 +188,7 @@ class TestSaltsAndAdapters:
 
 
 class TestWhileAnAdapterIsRead:
-    def test_a_request_waits_and_no_thread_does(self, requests: Any, tmp_path: Path) -> None:
+    def test_a_request_waits_and_no_thread_does(self, requests, tmp_path):
         slow, now = SlowDigests(), [0.0]
         names = requests.RequestNames(requests.Adapters(slow, lambda: now[0]))
         request = asked(lora_request=adapter(tmp_path / "a"), mm_features=[])
@@ -205,7 +197,7 @@ class TestWhileAnAdapterIsRead:
         slow.future.set_result("read")
         assert b"read" in names.of(request, 32).whole
 
-    def test_not_longer_than_five_seconds(self, requests, tmp_path, caplog) -> None:
+    def test_not_longer_than_five_seconds(self, requests, tmp_path, caplog):
         now = [0.0]
         names = requests.RequestNames(requests.Adapters(SlowDigests(), lambda: now[0]))
         request = asked(lora_request=adapter(tmp_path / "a"), mm_features=[])
@@ -220,23 +212,23 @@ class TestWhileAnAdapterIsRead:
 class SlowDigests:
     """Digests of which none comes before the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.future = Future[str]()
 
-    def begin(self, files: object, base: object) -> Future[str]:
+    def begin(self, files, base):
         return self.future
 
 
 class TestLeftAlone:
-    def test_prompts_that_are_embeddings(self, requests: Any) -> None:
+    def test_prompts_that_are_embeddings(self, requests):
         assert requests.request_extra(asked(prompt_embeds=object()), requests.Adapters()) is None
 
     @pytest.mark.parametrize("no", [False, None, 0, "true", 1])
-    def test_requests_that_ask_not_to_be_kept(self, requests: Any, no: object) -> None:
+    def test_requests_that_ask_not_to_be_kept(self, requests, no):
         request = asked(kv_transfer_params={requests.CACHE: no})
         assert requests.request_extra(request, requests.Adapters()) is None
 
-    def test_and_no_others(self, requests: Any) -> None:
+    def test_and_no_others(self, requests):
         for params in (None, {}, {"other": False}, {requests.CACHE: True}):
             assert (
                 requests.request_extra(asked(kv_transfer_params=params), requests.Adapters()) == b""

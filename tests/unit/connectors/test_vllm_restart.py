@@ -1,15 +1,13 @@
 """The first prompt after a restart is served as the second one is: vLLM's own Scheduler over real
 tiers, with the policy that users have. The model is pretended: a token takes it a millisecond."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.api import KVStore
 from kvtier.tiers.nvme.folder import LEARNT_NAME
 from kvtier.tiers.nvme.learnt import read_learnt
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -42,20 +39,20 @@ Place = Callable[[int], Mapping[str, Any]]
 """An engine's settings, given its slots."""
 
 
-def engine(model: Path, settings: Mapping[str, Any], **more: Any) -> Core:
+def engine(model, settings, **more):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         own = {"chunk_tokens": BLOCK, "log_level": "ERROR", **settings}
         return Core(model, own, **{"token_s": TOKEN_S} | more)
 
 
-def ask(core: Core, name: str = "one", tokens: list[int] = PROMPT) -> int:
+def ask(core, name="one", tokens=PROMPT):
     """Tokens of the request that were loaded."""
     assert core.scheduler.reset_prefix_cache()
     core.add(core.request(name, [*tokens]))
     sources: dict[str, int] = {}
 
-    def ended() -> bool:
+    def ended():
         core.step()
         request = core.scheduler.requests.get(name)
         if request is not None:
@@ -68,17 +65,17 @@ def ask(core: Core, name: str = "one", tokens: list[int] = PROMPT) -> int:
     return sum(sources.values())
 
 
-def life(model: Path, settings: Mapping[str, Any], prompts: int = 1) -> None:
+def life(model, settings, prompts=1):
     """An engine that computes, has written everything to its lowest tier, and is killed."""
 
-    def lived() -> None:
+    def lived():
         core = engine(model, settings)
         store = core.connector._scheduler.store
         for number in range(prompts):
             ask(core, f"{number}", [token + number for token in PROMPT])
         stored = CHUNKS * prompts
 
-        def written() -> bool:
+        def written():
             stats = store.stats()
             return any(count >= stored for name, count in stats.items() if name.endswith("_stored"))
 
@@ -95,7 +92,7 @@ def life(model: Path, settings: Mapping[str, Any], prompts: int = 1) -> None:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def place(request, tmp_path):
     """Where an engine keeps its chunks, by the name of the tier."""
     name = request.param
     with ExitStack() as stack:
@@ -132,9 +129,7 @@ CASES = [
     [pytest.param(*each, marks=() if each in FIRST else MORE) for each in CASES],
     indirect=["place"],
 )
-def test_the_first_prompt_after_a_restart_is_whole(
-    scheduled_model: Path, place: Place, slots: int, prompts: int, busy: bool
-) -> None:
+def test_the_first_prompt_after_a_restart_is_whole(scheduled_model, place, slots, prompts, busy):
     """After one prompt nothing was measured. After three the engine's speed is remembered."""
     life(scheduled_model, place(prompts * HOLDS), prompts)
     with spinning() if busy else nullcontext():
@@ -144,20 +139,18 @@ def test_the_first_prompt_after_a_restart_is_whole(
     core.connector.shutdown()
 
 
-def attached(store: KVStore) -> bool:
+def attached(store):
     return store.pool is not None
 
 
-def written(store: KVStore) -> bool:
+def written(store):
     return store.stats().get("nvme_held", 0) >= CHUNKS
 
 
 @pytest.mark.parametrize(
     "slots", [EIGHTH, *(pytest.param(one, marks=MORE) for one in (THIRD, HOLDS))]
 )
-def test_so_it_is_over_a_server_that_was_killed_with_its_engine(
-    scheduled_model: Path, tmp_path: Path, slots: int
-) -> None:
+def test_so_it_is_over_a_server_that_was_killed_with_its_engine(scheduled_model, tmp_path, slots):
     disk: dict[str, Any] = {
         "slot_bytes": SLOT,
         "nvme_path": str(tmp_path / "nvme"),
@@ -178,8 +171,8 @@ def test_so_it_is_over_a_server_that_was_killed_with_its_engine(
 
 @pytest.mark.parametrize(("slots", "kept"), [(EIGHTH, EIGHTH), (THIRD, THIRD), (HOLDS, CHUNKS)])
 def test_ram_with_fewer_slots_than_a_step_finishes_chunks_is_said_at_the_start(
-    scheduled_model: Path, caplog: pytest.LogCaptureFixture, slots: int, kept: int
-) -> None:
+    scheduled_model, caplog, slots, kept
+):
     from kvtier.connectors.vllm.layout import few_slots
 
     ours = logging.getLogger("kvtier.connectors.vllm")
@@ -195,7 +188,7 @@ def test_ram_with_fewer_slots_than_a_step_finishes_chunks_is_said_at_the_start(
     core.connector.shutdown()
 
 
-def test_the_line_says_what_is_lost_and_what_to_give() -> None:
+def test_the_line_says_what_is_lost_and_what_to_give():
     from kvtier.connectors.vllm.layout import few_slots
 
     assert few_slots(4, 128, 2048) == (
@@ -206,10 +199,10 @@ def test_the_line_says_what_is_lost_and_what_to_give() -> None:
     assert few_slots(16, 128, 2048) == few_slots(0, 128, 2048) == "", "a server says it later"
 
 
-def slow_disk(monkeypatch: pytest.MonkeyPatch, read_s: float) -> None:
+def slow_disk(monkeypatch, read_s):
     read = NvmeTier.read
 
-    def slow(self: NvmeTier, key: Any, into: memoryview) -> bool:
+    def slow(self, key, into):
         time.sleep(read_s)
         return read(self, key, into)
 
@@ -219,8 +212,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, read_s: float) -> None:
 @pytest.mark.parametrize("slots", [HOLDS, EIGHTH])
 @pytest.mark.parametrize("place", ["nvme"], indirect=True)
 def test_a_wrong_guess_costs_one_prompt_and_the_next_start_remembers(
-    scheduled_model: Path, place: Place, slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    scheduled_model, place, slots, monkeypatch
+):
     """A throttled disk under a fast engine: all of a prompt is computed in a tenth of the time that
     loading it takes."""
     fast, docs = {"token_s": 1e-4}, [[token + doc for token in PROMPT] for doc in range(4)]

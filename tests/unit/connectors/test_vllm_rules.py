@@ -1,30 +1,27 @@
 """vLLM's own Scheduler: what kvtier saves of a request, and when."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from tests.unit.real_scheduler import BLOCK, CHUNK, Core
+from tests.unit.real_scheduler import BLOCK, CHUNK
 
 pytestmark = pytest.mark.vllm
 
 PROMPT = list(range(100, 100 + 3 * CHUNK + 5))
 
 
-def saves(output: Any) -> list[list[int]]:
+def saves(output):
     return [job.blocks for job in output.kv_connector_metadata.saves]
 
 
-def forget_locally(core: Core) -> None:
+def forget_locally(core):
     """vLLM's own cache no longer has anything, so that the next hit is kvtier's."""
     assert core.scheduler.reset_prefix_cache()
 
 
-def test_whole_chunks_are_saved_by_the_step_that_computes_their_last_token(core: Core) -> None:
+def test_whole_chunks_are_saved_by_the_step_that_computes_their_last_token(core):
     core.scheduler.max_num_scheduled_tokens = 2 * CHUNK - 1
     core.add(core.request("one", PROMPT[:]))
     one, two = core.step(), core.step()
@@ -34,7 +31,7 @@ def test_whole_chunks_are_saved_by_the_step_that_computes_their_last_token(core:
     assert saves(two) == [blocks[per_chunk : 3 * per_chunk]]
 
 
-def test_answers_are_kept_once_their_tokens_are_computed(core: Core) -> None:
+def test_answers_are_kept_once_their_tokens_are_computed(core):
     """The newest token's KV is in no block yet: a chunk that it ends is saved a step later."""
     core.add(core.request("one", PROMPT[: 2 * CHUNK - 2], max_tokens=5))
     told = [saves(core.step()) for _ in range(5)]
@@ -43,14 +40,14 @@ def test_answers_are_kept_once_their_tokens_are_computed(core: Core) -> None:
     assert core.hit(core.request("three", [*PROMPT[: 2 * CHUNK - 2], 7, 8, 7])) == CHUNK
 
 
-def test_answers_are_not_kept_where_the_configuration_says_so(core: Core) -> None:
+def test_answers_are_not_kept_where_the_configuration_says_so(core):
     core.connector._scheduler._duty = core.connector._scheduler._duty._replace(save_decode=False)
     core.add(core.request("one", PROMPT[: 2 * CHUNK - 2], max_tokens=5))
     core.run("one")
     assert core.hit(core.request("two", [*PROMPT[: 2 * CHUNK - 2], 7, 7, 7])) == CHUNK
 
 
-def test_drafts_are_not_kept(core: Core) -> None:
+def test_drafts_are_not_kept(core):
     """A step computes drafts beyond the tokens that are known: no key can hold them."""
     core.add(core.request("one", PROMPT[: 2 * CHUNK - 2], max_tokens=9))
     core.step()
@@ -73,7 +70,7 @@ def test_drafts_are_not_kept(core: Core) -> None:
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
-def test_a_preempted_request_is_saved_from_its_new_blocks(core: Core, v2: bool) -> None:
+def test_a_preempted_request_is_saved_from_its_new_blocks(core, v2):
     """Also where the runner is told of a resumed request as of a new one."""
     core.scheduler.use_v2_model_runner = v2
     half = core.connector._scheduler
@@ -96,7 +93,7 @@ def test_a_preempted_request_is_saved_from_its_new_blocks(core: Core, v2: bool) 
     assert not half._prompts["one"].progress.states, "states of the blocks that it had"
 
 
-def test_a_chunk_that_failed_to_load_is_forgotten_and_its_request_computes(core: Core) -> None:
+def test_a_chunk_that_failed_to_load_is_forgotten_and_its_request_computes(core):
     core.add(core.request("one", PROMPT[:]))
     core.run("one")
     forget_locally(core)
@@ -112,7 +109,7 @@ def test_a_chunk_that_failed_to_load_is_forgotten_and_its_request_computes(core:
 @pytest.mark.parametrize("done", [2, 1])
 def test_a_key_enters_the_store_when_every_rank_wrote_its_part_and_is_offered_again_if_not(
     core, done
-) -> None:
+):
     from kvtier.connectors.vllm.metadata import StepReport
 
     half = core.connector._scheduler

@@ -1,12 +1,9 @@
 """What the scheduler's half has saved of a model with recurrent states on two ranks, and which
 blocks jobs name."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -39,17 +36,17 @@ ATTENTION, STATES = [*range(1, 9)], [*range(21, 29)]
 class Told:
     """vLLM's block tables of one request, and where this step leaves its states."""
 
-    def __init__(self, states: list[tuple[int, int, int]]) -> None:
+    def __init__(self, states):
         self.boundary_state_offloads = {"one": states}
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], list[int]]:
+    def get_block_ids(self, request_id):
         return ATTENTION, STATES
 
 
 class Two:
     """The scheduler's half of an engine with two ranks."""
 
-    def __init__(self, geometry: Any = GEOMETRY, **duty: Any) -> None:
+    def __init__(self, geometry=GEOMETRY, **duty):
         clock = Clock(100.0)
         self.store = Store(Pool(16, SLOT), clock=clock)
         policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
@@ -58,7 +55,7 @@ class Two:
         self.request = vllm_request(TOKENS)
         assert self.half.matched(self.request, 0) == (0, False)
 
-    def step(self, computed: int, more: int, states: list[tuple[int, int, int]]) -> Any:
+    def step(self, computed, more, states):
         """One step that computes ``more`` tokens."""
         cached = SimpleNamespace(
             req_ids=["one"], num_computed_tokens=[computed], resumed_req_ids=set()
@@ -75,21 +72,21 @@ class Two:
         )
 
 
-def blocks(jobs: list[Any], place: int) -> list[int]:
+def blocks(jobs, place):
     """The blocks of one group that the jobs of a step save."""
     return [
         block for job in jobs for move in job.moves if move.group == place for block in move.blocks
     ]
 
 
-def test_a_state_is_saved_from_the_block_in_which_vllm_left_it() -> None:
+def test_a_state_is_saved_from_the_block_in_which_vllm_left_it():
     engine = Two()
     saves = engine.step(0, 2 * CHUNK, [(1, STATES[3], 2 * CHUNK)]).saves
     assert blocks(saves, 1) == [STATES[3]]
     assert blocks(saves, 0) == ATTENTION[:4]
 
 
-def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing() -> None:
+def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing():
     engine = Two(groups.Geometry((FULL,), CHUNK))
     assert not engine.step(0, CHUNK - 1, []).saves
     (job,) = engine.step(CHUNK - 1, 2, []).saves
@@ -100,7 +97,7 @@ def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing() -
 
 
 @pytest.mark.parametrize(("save_decode", "kept"), [(True, ATTENTION[6:8]), (False, [])])
-def test_a_chunk_that_an_answer_finishes_is_kept_if_answers_are(save_decode, kept) -> None:
+def test_a_chunk_that_an_answer_finishes_is_kept_if_answers_are(save_decode, kept):
     """Of a model with states every step is looked at."""
     engine = Two(save_decode=save_decode)
     engine.step(0, len(TOKENS), [])
@@ -110,11 +107,11 @@ def test_a_chunk_that_an_answer_finishes_is_kept_if_answers_are(save_decode, kep
     assert blocks(saves, 0) == kept
 
 
-def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeypatch) -> None:
+def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeypatch):
     engine, renewed = Two(), list[int]()
     save, pool = engine.store.save, engine.store.pool
 
-    def saving(keys: Any) -> Any:
+    def saving(keys):
         lease = save(keys)
         renewed.extend(lease.slots)
         return lease
@@ -134,9 +131,7 @@ def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeyp
     [(99, 2 * CHUNK), (STATES[3], 2 * CHUNK + 8)],
     ids=["its block is another one by now", "inside a chunk"],
 )
-def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(
-    block: int, tokens: int
-) -> None:
+def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(block, tokens):
     engine = Two()
     saves = engine.step(0, 3 * CHUNK, [(1, block, tokens)]).saves
     assert blocks(saves, 1) == []
@@ -144,13 +139,13 @@ def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(
 
 
 @pytest.mark.parametrize("own", [0, 1])
-def test_a_load_writes_the_blocks_between_vllms_own_and_the_promises_end(own: int) -> None:
+def test_a_load_writes_the_blocks_between_vllms_own_and_the_promises_end(own):
     slots = {groups.Piece(FULL, 0): 3, groups.Piece(FULL, 1): 5}
     (move,) = tables.loading(GEOMETRY, slots, (ATTENTION, STATES), own * BLOCK, 48)
     assert (move.slots, move.blocks, move.first) == ([3, 5], ATTENTION[own:3], own)
 
 
-def test_a_worker_copies_no_null_block() -> None:
+def test_a_worker_copies_no_null_block():
     job = metadata.Job(1, None, [metadata.Move(0, [3], [4, tables.NULL_BLOCK])])
     paged = SimpleNamespace(blocks_per_chunk=2)
     mapped = SimpleNamespace(part=lambda slot, group: memoryview(bytes(SLOT)))

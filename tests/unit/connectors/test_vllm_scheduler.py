@@ -1,21 +1,18 @@
 """The connector's scheduler half over a real Store with hand-turned lanes and clock: what of a hit
 it takes, and when it gives up waiting."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Counted
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.lookup import NO_LOOKUP, Served
+from kvtier.core.lookup import NO_LOOKUP
 from kvtier.core.pool import Pool
 from kvtier.load_policy.prefill import Prefill, PrefillTime, Work
 from kvtier.store.observer import Observer
@@ -35,14 +32,14 @@ PER_TOKEN = 1 / 64
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
+def imported():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
 
 
-def report(**fields: Any) -> Any:
+def report(**fields):
     """What workers say of a step."""
     from kvtier.connectors.vllm.metadata import StepReport
 
@@ -52,12 +49,12 @@ def report(**fields: Any) -> Any:
 class SlowTier(DictTier):
     """Reads take ``seconds`` of the test's clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         super().__init__(160)
         self.clock, self.seconds, self.reads = clock, 0.0, 0
         self.away = False
 
-    def read(self, key: Any, into: memoryview) -> bool | None:
+    def read(self, key, into):
         self.reads += 1
         self.clock.now += self.seconds
         return None if self.away else super().read(key, into)
@@ -66,16 +63,7 @@ class SlowTier(DictTier):
 class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
-    def __init__(
-        self,
-        *,
-        always: bool = False,
-        known: bool = True,
-        slots: int = 8,
-        ranks: int = 1,
-        slowest_s: float = 0.0,
-        **duty: Any,
-    ) -> None:
+    def __init__(self, *, always=False, known=True, slots=8, ranks=1, slowest_s=0.0, **duty):
         from kvtier.connectors.vllm.groups import Geometry, Group, Kind
         from kvtier.load_policy.decide import LoadPolicy
 
@@ -98,7 +86,7 @@ class Bench:
             **duty,
         )
 
-    def hold(self, tokens: list[int], read_s: float, ready: int = 0) -> None:
+    def hold(self, tokens, read_s, ready=0):
         """The tier holds the prompt's chunks, RAM the first ``ready``. The last read of it took
         ``read_s``."""
         keys = LAYOUT.keys(tokens)
@@ -114,7 +102,7 @@ class Bench:
             self.lane.run()
         self.tier.reads = 0
 
-    def matched(self, request: Any) -> int | None:
+    def matched(self, request):
         tokens: int | None
         tokens, waits = self.half.matched(request, 0)
         assert waits is bool(tokens), (
@@ -122,20 +110,20 @@ class Bench:
         )
         return tokens
 
-    def waits_until_idle(self, request: Any) -> int | None:
+    def waits_until_idle(self, request):
         while (tokens := self.matched(request)) is None:
             assert len(self.lane), "it waits for nothing"
             self.lane.turn()
         return tokens
 
-    def granted(self, request: Any, tokens: int) -> None:
+    def granted(self, request, tokens):
         """The request gets its blocks, ``tokens`` of them to be loaded."""
         blocks = SimpleNamespace(
             get_block_ids=lambda: ([*range(1, 1 - (-request.num_tokens // BLOCK))],)
         )
         self.half.allocated(request, blocks, tokens)
 
-    def ended(self, request: Any, tokens: int) -> dict[str, int]:
+    def ended(self, request, tokens):
         """The request gets its blocks, and its load is done. Returns what vLLM's metrics are told
         then."""
         self.granted(request, tokens)
@@ -144,7 +132,7 @@ class Bench:
         told: dict[str, int] = self.half.counts()
         return told
 
-    def computed(self, request: Any) -> None:
+    def computed(self, request):
         """The request is computed whole, and its chunks are saved."""
         new = SimpleNamespace(
             req_id=request.request_id, block_ids=([*range(1, 100)],), num_computed_tokens=0
@@ -153,24 +141,24 @@ class Bench:
             self.half.report(report(done=Counter({job.number: 1})))
         self.lane.run()
 
-    def stepped(self) -> None:
+    def stepped(self):
         """A step with nothing to compute, as between two rounds of vLLM's questions."""
         self.half.step(_planned([], 0))
 
-    def served(self, request: Any) -> dict[str, int]:
+    def served(self, request):
         """A request from its arrival to its end. Returns what vLLM's metrics are told of it."""
         counts = self.ended(request, self.waits_until_idle(request) or 0)
         self.computed(request)
         done(self, request)
         return counts
 
-    def counts(self) -> dict[str, int]:
+    def counts(self):
         return {
             name: count for name, count in self.store.stats().items() if name.startswith("declined")
         }
 
 
-def _planned(new: list[Any], tokens: int) -> Any:
+def _planned(new, tokens):
     """A scheduler's output: each of the ``new`` requests computes so many tokens."""
     none = SimpleNamespace(
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
@@ -184,18 +172,18 @@ def _planned(new: list[Any], tokens: int) -> Any:
     )
 
 
-def prompt(chunks: int, request_id: str = "one", *, salt: str | None = None, first: int = 0) -> Any:
+def prompt(chunks, request_id="one", *, salt=None, first=0):
     return vllm_request([first, *range(1, chunks * CHUNK + 1)], request_id, salt)
 
 
-def done(bench: Bench, request: Any) -> None:
+def done(bench, request):
     """The request ends. Nothing of it is left."""
     bench.half.finished(request)
     bench.lane.run()
     bench.store.check(idle=True)
 
 
-def test_a_hit_that_is_slower_than_computing_is_declined_at_once_and_leaves_nothing() -> None:
+def test_a_hit_that_is_slower_than_computing_is_declined_at_once_and_leaves_nothing():
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.6)
     assert bench.matched(request) == 0
@@ -209,7 +197,7 @@ def test_a_hit_that_is_slower_than_computing_is_declined_at_once_and_leaves_noth
 
 
 @pytest.mark.parametrize("no", [False, 0, None, "false", "true"])
-def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(no) -> None:
+def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothing(no):
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     request.kv_transfer_params = {"kvtier.cache": no}
@@ -223,10 +211,10 @@ def test_a_request_that_asks_not_to_be_kept_leaves_no_trace_and_is_served_nothin
     assert len(set(bench.store.every_key()) - held) == 6
 
 
-def test_the_store_is_told_in_tokens_what_came_of_each_request() -> None:
+def test_the_store_is_told_in_tokens_what_came_of_each_request():
     bench, names = Bench(slots=3), ("asked", "ideal", "ram_hit", "slow_hit")
 
-    def told(request: Any) -> list[int]:
+    def told(request):
         before = bench.store.stats()
         bench.served(request)
         after = bench.store.stats()
@@ -239,9 +227,9 @@ def test_the_store_is_told_in_tokens_what_came_of_each_request() -> None:
     assert told(prompt(3, "away")) == [3 * CHUNK, 3 * CHUNK, 0, 0], "it would be there"
 
 
-def test_the_store_is_told_behind_how_many_tokens_of_the_engines_own_a_hit_lies() -> None:
+def test_the_store_is_told_behind_how_many_tokens_of_the_engines_own_a_hit_lies():
     class Places(Observer):
-        def served(self, served: Served) -> None:
+        def served(self, served):
             told.append((served.begin, served.asked, sum(served.hits.values())))
 
     bench, told = Bench(), list[tuple[int, int, int]]()
@@ -256,18 +244,18 @@ def test_the_store_is_told_behind_how_many_tokens_of_the_engines_own_a_hit_lies(
 class Arrivals:
     """Stands for the store's ``wait``: a chunk arrives in each, if one is coming."""
 
-    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, bench, monkeypatch):
         self.waits = list[float]()
         self._lane = bench.lane
         monkeypatch.setattr(bench.store, "wait", self._wait)
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout_s):
         self.waits.append(timeout_s)
         if len(self._lane):
             self._lane.turn()
 
 
-def test_an_engine_without_work_waits_a_moment_for_what_is_coming(monkeypatch) -> None:
+def test_an_engine_without_work_waits_a_moment_for_what_is_coming(monkeypatch):
     bench, short, long = Bench(steps_alone=True), prompt(2, "short"), prompt(6, "long", first=1)
     bench.hold(short.all_token_ids[:-1], read_s=0.1)
     arrivals = Arrivals(bench, monkeypatch)
@@ -283,7 +271,7 @@ def test_an_engine_without_work_waits_a_moment_for_what_is_coming(monkeypatch) -
     done(bench, long)
 
 
-def test_nothing_is_waited_for_while_somebody_else_would_be_delayed(monkeypatch) -> None:
+def test_nothing_is_waited_for_while_somebody_else_would_be_delayed(monkeypatch):
     for case in ("others step with it", "it computes", "a worker copies", "another was asked"):
         bench, request = Bench(steps_alone=case != "others step with it"), prompt(2)
         other = prompt(1, "other", first=1)
@@ -302,7 +290,7 @@ def test_nothing_is_waited_for_while_somebody_else_would_be_delayed(monkeypatch)
         assert not arrivals.waits, case
 
 
-def test_what_is_in_ram_is_taken_and_the_slow_rest_left() -> None:
+def test_what_is_in_ram_is_taken_and_the_slow_rest_left():
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.6, ready=2)
     assert bench.matched(request) == 2 * CHUNK
@@ -310,7 +298,7 @@ def test_what_is_in_ram_is_taken_and_the_slow_rest_left() -> None:
     done(bench, request)
 
 
-def test_a_stalled_tier_costs_one_deadline_and_is_then_left() -> None:
+def test_a_stalled_tier_costs_one_deadline_and_is_then_left():
     bench = Bench()
     first, second = prompt(6, "first"), prompt(6, "second")
     bench.hold(first.all_token_ids[:-1], read_s=0.1)
@@ -331,7 +319,7 @@ def test_a_stalled_tier_costs_one_deadline_and_is_then_left() -> None:
     done(bench, second)
 
 
-def test_no_load_is_waited_for_longer_than_computing_takes() -> None:
+def test_no_load_is_waited_for_longer_than_computing_takes():
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.3)
     asked_at = bench.clock.now
@@ -343,7 +331,7 @@ def test_no_load_is_waited_for_longer_than_computing_takes() -> None:
     done(bench, request)
 
 
-def test_a_cut_that_the_server_does_not_answer_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_the_server_does_not_answer_is_a_miss(monkeypatch):
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     assert bench.matched(request) is None
@@ -357,7 +345,7 @@ def test_a_cut_that_the_server_does_not_answer_is_a_miss(monkeypatch: pytest.Mon
     done(bench, request)
 
 
-def test_an_engine_of_unknown_speed_takes_a_hit_and_learns_from_its_steps() -> None:
+def test_an_engine_of_unknown_speed_takes_a_hit_and_learns_from_its_steps():
     bench, request = Bench(known=False), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=5.0)
     assert bench.matched(request) is None
@@ -371,9 +359,7 @@ def test_an_engine_of_unknown_speed_takes_a_hit_and_learns_from_its_steps() -> N
     bench.store.check(idle=False)
 
 
-def test_what_keeps_coming_of_a_load_on_a_guess_is_waited_for_as_long_as_its_bytes_may_take() -> (
-    None
-):
+def test_what_keeps_coming_of_a_load_on_a_guess_is_waited_for_as_long_as_its_bytes_may_take():
     """32 seconds a chunk at the slowest pace, behind a time-out of 60."""
     for read_s, chunks, why in ((40.0, 6, ""), (55.0, 5, "deadline")):
         bench, request = Bench(known=False, slowest_s=1.0), prompt(6)
@@ -385,7 +371,7 @@ def test_what_keeps_coming_of_a_load_on_a_guess_is_waited_for_as_long_as_its_byt
         done(bench, request)
 
 
-def test_what_has_stopped_coming_of_a_load_on_a_guess_is_left_after_one_time_out() -> None:
+def test_what_has_stopped_coming_of_a_load_on_a_guess_is_left_after_one_time_out():
     bench, request = Bench(known=False, slowest_s=1.0), prompt(6)
     bench.hold(request.all_token_ids[:-1], 40.0)
     for _ in range(2):
@@ -398,7 +384,7 @@ def test_what_has_stopped_coming_of_a_load_on_a_guess_is_left_after_one_time_out
     done(bench, request)
 
 
-def test_a_wrong_guess_of_an_engine_that_knows_nothing_costs_one_prompt() -> None:
+def test_a_wrong_guess_of_an_engine_that_knows_nothing_costs_one_prompt():
     bench = Bench(known=False)
     first, second = prompt(6), prompt(6, "two", first=1)
     for request, loaded in ((first, 6), (second, 0)):
@@ -418,7 +404,7 @@ def test_a_wrong_guess_of_an_engine_that_knows_nothing_costs_one_prompt() -> Non
 # ---- where the bytes of a hit came from ----------------------------------------------------------
 
 
-def test_a_load_that_is_cut_at_its_deadline_names_the_tier_that_has_brought_it() -> None:
+def test_a_load_that_is_cut_at_its_deadline_names_the_tier_that_has_brought_it():
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     assert bench.matched(request) is None
@@ -437,7 +423,7 @@ def test_a_load_that_is_cut_at_its_deadline_names_the_tier_that_has_brought_it()
     done(bench, again)
 
 
-def test_a_claim_that_is_taken_anew_because_more_is_known_names_it_too() -> None:
+def test_a_claim_that_is_taken_anew_because_more_is_known_names_it_too():
     bench, request = Bench(), prompt(6)
     tokens = request.all_token_ids[:-1]
     bench.hold(tokens[: 3 * CHUNK], read_s=0.1)
@@ -450,7 +436,7 @@ def test_a_claim_that_is_taken_anew_because_more_is_known_names_it_too() -> None
     done(bench, request)
 
 
-def test_a_chunk_that_is_not_there_after_all_is_a_miss_with_the_rest_of_its_run() -> None:
+def test_a_chunk_that_is_not_there_after_all_is_a_miss_with_the_rest_of_its_run():
     bench, request = Bench(), prompt(4)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     keys = LAYOUT.keys(request.all_token_ids[:-1])
@@ -461,7 +447,7 @@ def test_a_chunk_that_is_not_there_after_all_is_a_miss_with_the_rest_of_its_run(
     done(bench, request)
 
 
-def test_a_chunk_that_ram_has_no_slot_for_is_refused() -> None:
+def test_a_chunk_that_ram_has_no_slot_for_is_refused():
     bench, request, other = Bench(slots=4), prompt(4), LAYOUT.keys([9] * CHUNK * 3)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     with bench.store.save(other) as held:
@@ -471,7 +457,7 @@ def test_a_chunk_that_ram_has_no_slot_for_is_refused() -> None:
     done(bench, request)
 
 
-def test_chunks_that_came_meanwhile_are_taken_when_vllm_asks_again() -> None:
+def test_chunks_that_came_meanwhile_are_taken_when_vllm_asks_again():
     bench, request = Bench(), prompt(4)
     assert bench.matched(request) == 0
     with bench.store.save(LAYOUT.keys(request.all_token_ids[:-1])) as lease:
@@ -480,7 +466,7 @@ def test_chunks_that_came_meanwhile_are_taken_when_vllm_asks_again() -> None:
     done(bench, request)
 
 
-def test_a_step_tells_the_judge_what_it_computes() -> None:
+def test_a_step_tells_the_judge_what_it_computes():
     bench, request = Bench(known=False), prompt(40)
     new = SimpleNamespace(req_id="one", block_ids=([*range(80)],), num_computed_tokens=0)
     bench.matched(request)
@@ -499,7 +485,7 @@ def test_a_step_tells_the_judge_what_it_computes() -> None:
 
 
 @pytest.mark.parametrize("shares_blocks", [True, False])
-def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(shares_blocks) -> None:
+def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(shares_blocks):
     bench, one, two = Bench(shares_blocks=shares_blocks), prompt(3), prompt(3, "two")
     bench.hold(one.all_token_ids[:-1], read_s=0.0, ready=3)
     bench.granted(one, bench.waits_until_idle(one) or 0)
@@ -517,8 +503,8 @@ def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(sha
 
 @pytest.mark.parametrize(("slots", "most_held", "claimed"), [(10, 10, 3), (24, 12, 6)])
 def test_requests_that_wait_claim_half_of_what_the_engine_may_hold_and_the_first_may_always(
-    slots: int, most_held: int, claimed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    slots, most_held, claimed, monkeypatch
+):
     """Of a server's pool others have the rest."""
     bench, prompts = (
         Bench(slots=slots),
@@ -540,13 +526,13 @@ def test_requests_that_wait_claim_half_of_what_the_engine_may_hold_and_the_first
     bench.store.check(idle=True)
 
 
-def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
+def test_what_a_load_costs_in_a_busy_engine_counts():
     """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where
     nobody computes, in slices of 5 ms where each slice comes with a step of others."""
     from kvtier.load_policy.choose import HitEnd
     from kvtier.load_policy.decide import LoadPolicy
 
-    def chosen(busy: bool, slice_s: tuple[float, float] | None) -> int | None:
+    def chosen(busy, slice_s):
         clock = Clock(100.0)
         load_policy = LoadPolicy(
             60.0, prefill=Prefill(PrefillTime(1 / 64)), slice_s=slice_s, clock=clock
@@ -562,7 +548,7 @@ def test_what_a_load_costs_in_a_busy_engine_counts() -> None:
     assert chosen(busy=True, slice_s=(0.005, 0.05)) is None, "61 steps of 40 ms are more than 1.5 s"
 
 
-def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_error(caplog) -> None:
+def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_error(caplog):
     bench, request = Bench(), prompt(3)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     assert bench.matched(request) is None
@@ -579,7 +565,7 @@ def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_erro
 # -- every chunk under one reason ------------------------------------------------------------------
 
 
-def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it() -> None:
+def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it():
     bench = Bench(slots=4)
     assert bench.served(prompt(3)) == {"missed_cold": 3}
     assert bench.served(prompt(3, "again")) == {"loaded_ram": 3}
@@ -589,7 +575,7 @@ def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it() -> No
     assert bench.served(prompt(3, "cleared")) == {"missed_forgotten": 3}
 
 
-def test_what_left_for_room_is_evicted_not_cold() -> None:
+def test_what_left_for_room_is_evicted_not_cold():
     bench = Bench(slots=4)
     without = Bench(slots=4)
     store = without.store = without.half.store = Store(Pool(4, SLOT))
@@ -601,7 +587,7 @@ def test_what_left_for_room_is_evicted_not_cold() -> None:
     assert without.served(prompt(4, "again")) == {"missed_evicted": 4}
 
 
-def test_a_request_that_is_being_computed_by_another_is_not_called_new() -> None:
+def test_a_request_that_is_being_computed_by_another_is_not_called_new():
     bench, one, two = Bench(), prompt(3), prompt(3, "two")
     with bench.store.save(LAYOUT.keys(one.all_token_ids[:-1])):
         assert bench.matched(two) == 0
@@ -609,7 +595,7 @@ def test_a_request_that_is_being_computed_by_another_is_not_called_new() -> None
     done(bench, two)
 
 
-def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch) -> None:
+def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch):
     bench, request = Bench(), prompt(3)
     monkeypatch.setattr(bench.store, "lookup", lambda keys: NO_LOOKUP)
     assert bench.matched(request) == 0
@@ -617,7 +603,7 @@ def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch) -> No
     done(bench, request)
 
 
-def test_a_model_that_others_cut_into_another_size_is_warned_of_once(monkeypatch, caplog) -> None:
+def test_a_model_that_others_cut_into_another_size_is_warned_of_once(monkeypatch, caplog):
     bench = Bench()
     nothing = NO_LOOKUP._replace(why="other_chunk_size")
     monkeypatch.setattr(bench.store, "lookup", lambda keys: nothing)
@@ -630,7 +616,7 @@ def test_a_model_that_others_cut_into_another_size_is_warned_of_once(monkeypatch
     assert said.levelname == "WARNING" and f"have {CHUNK} tokens" in said.message
 
 
-def test_the_last_block_of_a_prompt_is_always_computed_and_no_miss() -> None:
+def test_the_last_block_of_a_prompt_is_always_computed_and_no_miss():
     bench, request = Bench(), prompt(3)
     request.num_tokens = len(request.all_token_ids) - 1
     assert bench.served(request) == {"missed_cold": 3}
@@ -641,7 +627,7 @@ def test_the_last_block_of_a_prompt_is_always_computed_and_no_miss() -> None:
     done(bench, again)
 
 
-def test_a_block_that_can_never_be_loaded_is_no_miss() -> None:
+def test_a_block_that_can_never_be_loaded_is_no_miss():
     bench, request = Bench(), prompt(1)
     bench.half._layout = ChunkLayout(LAYOUT.fingerprint, BLOCK, BLOCK, (SLOT,))
     request.num_tokens = CHUNK
@@ -652,7 +638,7 @@ def test_a_block_that_can_never_be_loaded_is_no_miss() -> None:
     done(bench, request)
 
 
-def test_a_tier_that_stops_answering_on_the_way_is_down_and_has_refused_nothing() -> None:
+def test_a_tier_that_stops_answering_on_the_way_is_down_and_has_refused_nothing():
     bench, request = Bench(), prompt(4)
     bench.hold(request.all_token_ids[:-1], read_s=0.1, ready=1)
     bench.tier.away = True
@@ -661,7 +647,7 @@ def test_a_tier_that_stops_answering_on_the_way_is_down_and_has_refused_nothing(
     done(bench, request)
 
 
-def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(caplog) -> None:
+def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(caplog):
     bench = Bench(slots=16)
     bench.served(prompt(1))
     for number in range(240):
@@ -673,7 +659,7 @@ def test_an_engine_whose_own_cache_serves_the_beginnings_is_not_warned(caplog) -
     assert "were hits" not in caplog.text
 
 
-def test_an_engine_that_never_hits_warns_once_and_tells_vllm(caplog) -> None:
+def test_an_engine_that_never_hits_warns_once_and_tells_vllm(caplog):
     bench = Bench(slots=16)
     told = Counter[str]()
     for number in range(240):
@@ -688,7 +674,7 @@ def test_an_engine_that_never_hits_warns_once_and_tells_vllm(caplog) -> None:
     assert bench.served(prompt(10, "again", salt="239"))["zero_hits"] == 0, "a hit ends it"
 
 
-def test_prompts_shorter_than_a_chunk_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_shorter_than_a_chunk_are_told_of(caplog):
     bench = Bench()
     for number in range(2000):
         request = prompt(1, str(number))
@@ -700,7 +686,7 @@ def test_prompts_shorter_than_a_chunk_are_told_of(caplog: pytest.LogCaptureFixtu
     assert "prompts have fewer tokens than one chunk" in caplog.text
 
 
-def test_vllm_shows_misses_by_reason_and_that_nothing_is_ever_hit() -> None:
+def test_vllm_shows_misses_by_reason_and_that_nothing_is_ever_hit():
     from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 
     registry = CollectorRegistry()
@@ -713,7 +699,7 @@ def test_vllm_shows_misses_by_reason_and_that_nothing_is_ever_hit() -> None:
     told = first.aggregate(TierStats(data={"zero_hits": 1}))
     shown.observe(told.to_dict())
 
-    def value(name: str, **labels: str) -> float | None:
+    def value(name, **labels):
         return registry.get_sample_value(f"vllm:kvtier_{name}", {"engine": "0"} | labels)
 
     assert value("missed_chunks_total", reason="salt") == 3

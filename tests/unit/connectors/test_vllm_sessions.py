@@ -1,13 +1,11 @@
 """vLLM's own Scheduler and requests: streaming sessions that go on, and weights that are replaced
 between steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.real_scheduler import CHUNK, Core
+from tests.unit.real_scheduler import CHUNK
 
 pytestmark = pytest.mark.vllm
 
@@ -18,7 +16,7 @@ class TestSessions:
     """The session's first input has 100 tokens. Then ten are sampled, of which vLLM keeps nine.
     Then 100 more come."""
 
-    def test_an_image_that_comes_later_is_in_the_keys(self, core: Core) -> None:
+    def test_an_image_that_comes_later_is_in_the_keys(self, core):
         core.add(core.request("session", FIRST.copy(), max_tokens=10, resumable=True))
         core.run("session")
         core.add(core.request("session", MORE.copy(), {4: "cat"}, max_tokens=10, resumable=True))
@@ -34,7 +32,7 @@ class TestSessions:
             "saved before there was an image"
         )
 
-    def test_the_token_that_vllm_takes_back_is_in_no_key(self, core: Core) -> None:
+    def test_the_token_that_vllm_takes_back_is_in_no_key(self, core):
         """The sampled tokens end a chunk: the last of them is replaced by the next input's
         first."""
         start = list(range(100, 100 + 3 * CHUNK - 4))
@@ -53,7 +51,7 @@ class TestSessions:
 
 
 class TestReplacedWeights:
-    def test_what_was_kept_before_is_never_served_again(self, core: Core) -> None:
+    def test_what_was_kept_before_is_never_served_again(self, core):
         core.add(core.request("one", FIRST.copy()))
         core.run("one")
         assert core.hit(core.request("hit", FIRST.copy())) == 3 * CHUNK
@@ -62,7 +60,7 @@ class TestReplacedWeights:
         core.run("two")
         assert core.hit(core.request("three", FIRST.copy())) == 0
 
-    def test_a_chunk_that_was_refused_to_the_new_weights_stays_for_the_old(self, core) -> None:
+    def test_a_chunk_that_was_refused_to_the_new_weights_stays_for_the_old(self, core):
         half = core.connector._scheduler
         keys = half._layout.keys(FIRST)
         core.add(core.request("one", FIRST.copy()))
@@ -73,7 +71,7 @@ class TestReplacedWeights:
         core.run("two")
         assert half.store.lookup(keys).ready == len(keys)
 
-    def test_a_request_that_was_running_is_not_kept(self, core: Core) -> None:
+    def test_a_request_that_was_running_is_not_kept(self, core):
         core.add(core.request("one", FIRST.copy(), max_tokens=2 * CHUNK))
         core.step()
         core.step(replaced=True)
@@ -81,7 +79,7 @@ class TestReplacedWeights:
             assert not core.step().kv_connector_metadata.saves
         assert core.hit(core.request("two", FIRST.copy())) == 0
 
-    def test_a_request_that_was_waiting_is_kept_under_the_new_keys(self, core: Core) -> None:
+    def test_a_request_that_was_waiting_is_kept_under_the_new_keys(self, core):
         core.add(core.request("one", FIRST.copy()))
         early = core.request("waiting", MORE.copy())
         core.connector.get_num_new_matched_tokens(early, 0)
@@ -90,7 +88,7 @@ class TestReplacedWeights:
         core.run("waiting")
         assert core.hit(core.request("two", MORE.copy())) == 3 * CHUNK
 
-    def test_what_vllm_s_own_cache_still_has_of_before_is_not_kept(self, core: Core) -> None:
+    def test_what_vllm_s_own_cache_still_has_of_before_is_not_kept(self, core):
         core.add(core.request("one", FIRST.copy()))
         core.run("one")
         core.add(core.request("two", MORE.copy()))
@@ -107,8 +105,8 @@ class TestReplacedWeights:
 
 
 def test_an_engine_of_which_one_worker_may_keep_no_prefixes_runs_on_and_keeps_none(
-    core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    core, monkeypatch, caplog
+):
     """Attention layers turn prefix caching off in their own process only."""
     monkeypatch.setattr(core.connector, "_scheduler", None)
     ranks = [core.rank, replace(core.rank, why_no_prefixes="a kernel forbids it")]

@@ -1,12 +1,8 @@
 """Engines over several hosts: what is refused, whose parts lie where, and what a worker takes."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,21 +21,21 @@ TWO = "unix:///run/kvtier.sock,tcp://b:9600"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def hosts() -> Any:
+def hosts():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("kvtier.connectors.vllm.hosts")
 
 
-def parallel(replicas: int = 1, **other: Any) -> Any:
+def parallel(replicas=1, **other):
     from vllm.config import ParallelConfig
 
     many = {"data_parallel_size": replicas, "data_parallel_size_local": 1}
     return ParallelConfig(**{"nnodes": 2, "tensor_parallel_size": 2} | many | other)
 
 
-def refuse(config: Config, **other: Any) -> None:
+def refuse(config, **other):
     from kvtier.connectors.vllm import hosts
 
     hosts.refuse(parallel(**other), config.server, spans=config.engine.spans)
@@ -62,33 +58,33 @@ def refuse(config: Config, **other: Any) -> None:
         (Config().with_keys(server=TWO, spans=True), "spans=true is for engines on one host"),
     ],
 )
-def test_an_engine_over_two_hosts_asks_for_a_server_on_each(hosts, config, why) -> None:
+def test_an_engine_over_two_hosts_asks_for_a_server_on_each(hosts, config, why):
     with pytest.raises(ConfigError, match=why):
         refuse(config)
 
 
-def test_context_parallelism_over_hosts_is_refused(hosts: Any) -> None:
+def test_context_parallelism_over_hosts_is_refused(hosts):
     with pytest.raises(ConfigError, match="not keep with context parallelism"):
         refuse(Config().with_keys(server=TWO), decode_context_parallel_size=2)
 
 
-def test_an_engine_with_a_server_on_each_host_is_taken(hosts: Any) -> None:
+def test_an_engine_with_a_server_on_each_host_is_taken(hosts):
     refuse(Config().with_keys(server=TWO))
 
 
-def test_with_data_parallelism_over_two_hosts_each_engine_is_on_one_of_them(hosts: Any) -> None:
+def test_with_data_parallelism_over_two_hosts_each_engine_is_on_one_of_them(hosts):
     refuse(Config(), replicas=2)
     with pytest.raises(ConfigError, match=r"names 2 servers .* has one host"):
         refuse(Config().with_keys(server=TWO), replicas=2)
 
 
-def split(hosts: Any, given: Any, ranks: Any, *, replicated: bool = False) -> Any:
+def split(hosts, given, ranks, *, replicated=False):
     layout, geometry, _ = laid_out(given, cache(), ranks)
     of = hosts.HostsOf(2, len(ranks) // 2)
     return hosts.by_host(layout, geometry, ranks, of, replicated=replicated)
 
 
-def test_a_hosts_slot_has_the_parts_of_its_own_ranks_alone(hosts: Any, folder: Path) -> None:
+def test_a_hosts_slot_has_the_parts_of_its_own_ranks_alone(hosts, folder):
     ranks = {(0, place): rank(block_bytes=(4096 * (1 + place),)) for place in range(4)}
     (one, other), parts = split(hosts, engine(folder), ranks)
     assert (one.rank_block_bytes, other.rank_block_bytes) == ((4096, 8192), (12288, 16384))
@@ -96,14 +92,14 @@ def test_a_hosts_slot_has_the_parts_of_its_own_ranks_alone(hosts: Any, folder: P
     assert parts == tuple(((first * blocks, True),) for first in (0, 4096, 0, 12288))
 
 
-def test_ranks_with_the_same_kv_share_a_part_within_their_host(hosts: Any, folder: Path) -> None:
+def test_ranks_with_the_same_kv_share_a_part_within_their_host(hosts, folder):
     ranks = {(0, place): rank() for place in range(4)}
     layouts, parts = split(hosts, engine(folder), ranks, replicated=True)
     assert [one.rank_block_bytes for one in layouts] == [(4096,), (4096,)]
     assert parts == tuple(((0, writes),) for writes in (True, False, True, False))
 
 
-def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(hosts, folder) -> None:
+def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(hosts, folder):
     """Hosts with equal parts may have a tier in common."""
     given, ranks = engine(folder), {(0, place): rank() for place in range(6)}
     whole = laid_out(given, cache(), ranks)
@@ -115,7 +111,7 @@ def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(hosts, fold
     assert len({one.fingerprint for one in every}) == len(every)
 
 
-def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(tmp_path: Path) -> None:
+def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(tmp_path):
     from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
     from kvtier.connectors.vllm.worker_side.own_host import OwnHost
 
@@ -138,12 +134,12 @@ def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(tmp_p
         one.close()
 
 
-def test_a_hosts_ranks_follow_one_another(hosts: Any) -> None:
+def test_a_hosts_ranks_follow_one_another(hosts):
     of = hosts.HostsOf.of(SimpleNamespace(nnodes_within_dp=2, world_size=4))
     assert [of.of_rank(number) for number in range(4)] == [0, 0, 1, 1]
 
 
-def test_a_job_is_confirmed_by_the_ranks_of_all_hosts(hosts: Any, folder: Path) -> None:
+def test_a_job_is_confirmed_by_the_ranks_of_all_hosts(hosts, folder):
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
 
     ranks = {(0, place): rank() for place in range(4)}

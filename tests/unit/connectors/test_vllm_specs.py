@@ -1,11 +1,8 @@
 """The page of cache specs: every spec of every vLLM that is here has a row, and kvtier does with it
 what the row says."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationW
 BASES = {"KVCacheSpec", "AttentionSpec"}
 
 
-def declared(version: str) -> set[str]:
+def declared(version):
     """The specs that a vLLM's source declares, without those from which all others come."""
     file = vllm_source(version) / "vllm/v1/kv_cache_interface.py"
     found = set(BASES)
@@ -31,20 +28,20 @@ def declared(version: str) -> set[str]:
     return found - BASES
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
+def rows():
     """``(spec, verdict, proof)``."""
     for name, _, verdict, _, proof in marked_tables.rows("connectors/vllm/SPECS.md", "specs"):
         yield name, verdict, proof
 
 
 @pytest.mark.parametrize("version", sorted(vllm_versions()))
-def test_every_spec_of_vllm_has_a_row(version: str) -> None:
+def test_every_spec_of_vllm_has_a_row(version):
     listed = {re.findall(r"`(\w+)`", name)[0] for name, *_ in rows()}
     assert len(declared(version)) > 5, "the names have changed, so that nothing is found"
     assert declared(version) <= listed
 
 
-def test_every_row_is_of_some_vllm_and_names_tests_that_there_are() -> None:
+def test_every_row_is_of_some_vllm_and_names_tests_that_there_are():
     every = set[str]().union(*map(declared, vllm_versions()))
     for name, verdict, proof in rows():
         assert re.findall(r"`(\w+)`", name)[0] in every or len(vllm_versions()) < 2
@@ -73,7 +70,7 @@ MADE: dict[str, dict[str, Any]] = {
 }
 
 
-def verdict_on(name: str) -> str:
+def verdict_on(name):
     """Beside full attention, as such layers are."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -92,14 +89,14 @@ def verdict_on(name: str) -> str:
     return "kept" if len(found.groups) == 2 else "left out"
 
 
-def test_each_spec_is_treated_as_its_row_says() -> None:
+def test_each_spec_is_treated_as_its_row_says():
     told = {name.replace("`", ""): verdict for name, verdict, _ in rows()}
     assert {name: verdict_on(name) for name in MADE} == {name: told[name] for name in MADE}
     alone = {"UniformTypeKVCacheSpecs", "HiSparseHotSpec", "HiSparseResidentSpec"}
     assert told.keys() - MADE.keys() == alone
 
 
-def v4_layers() -> dict[str, Any]:
+def v4_layers():
     """Six layers as DeepSeek V4 has them: every one with a window, every second with compressed
     keys of 4 tokens a state and an indexer's, the others of 128 tokens a state."""
     import torch
@@ -134,7 +131,7 @@ def v4_layers() -> dict[str, Any]:
     return found
 
 
-def test_deepseek_v4_keeps_its_latents_whole_and_the_tails_of_its_windows() -> None:
+def test_deepseek_v4_keeps_its_latents_whole_and_the_tails_of_its_windows():
     """Its groups are made by vLLM's own planner."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
@@ -166,7 +163,7 @@ def test_deepseek_v4_keeps_its_latents_whole_and_the_tails_of_its_windows() -> N
     assert geometry.keep_tokens == 20_480
 
 
-def kept_beside_full_attention(**layers: Any) -> Any:
+def kept_beside_full_attention(**layers):
     """``layers``: the specs of another cache group."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
@@ -185,14 +182,14 @@ def kept_beside_full_attention(**layers: Any) -> Any:
     ("block", "reach", "kind"),
     [(4, 4, "TAIL"), (4, 16, "TAIL"), (4, 17, "WINDOW"), (16, 4, "WINDOW")],
 )
-def test_a_window_within_a_longer_block_is_a_tail(block: int, reach: int, kind: str) -> None:
+def test_a_window_within_a_longer_block_is_a_tail(block, reach, kind):
     """Inkling's convolutions of four tokens: as a window, a piece would be the longest block."""
     layer = spec("SlidingWindowSpec", block_size=block, sliding_window=reach)
     _, other = kept_beside_full_attention(convolution=layer).groups
     assert (other.kind.name, other.block_tokens, other.span) == (kind, block, reach)
 
 
-def test_an_indexers_pages_are_copied_with_those_of_its_attention() -> None:
+def test_an_indexers_pages_are_copied_with_those_of_its_attention():
     """Where it is left out, attention chooses by what a block had before."""
     latent, indexer = "layers.0.attn", "layers.0.attn.indexer.k_cache"
     pages = {

@@ -1,10 +1,7 @@
 """vLLM's own Scheduler: an engine's start tries its tiers, and ends for what can never work."""
 
-from __future__ import annotations
-
 import logging
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -14,14 +11,14 @@ from tests.unit.real_scheduler import Core
 pytestmark = pytest.mark.vllm
 
 
-def started(model: Path) -> Core:
+def started(model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM warns while it is imported and configured
         return Core(model)
 
 
 @pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def warned(caplog):
     """Where vLLM has set up logging, kvtier's lines go to its handlers alone."""
     caplog.set_level(logging.WARNING, "kvtier.connectors.vllm")
     logging.getLogger("kvtier.connectors.vllm").addHandler(caplog.handler)
@@ -36,20 +33,15 @@ def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     ],
 )
 def test_an_engine_does_not_start_with_a_folder_that_can_never_work(
-    scheduled_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    size: str,
-    said: str,
-) -> None:
+    scheduled_model, tmp_path, monkeypatch, path, size, said
+):
     monkeypatch.setenv("KVTIER_NVME_PATH", path.format(here=tmp_path))
     monkeypatch.setenv("KVTIER_NVME_BYTES", size)
     with pytest.raises(KVTierError, match=said):
         started(scheduled_model)
 
 
-def test_an_engine_says_what_is_away_and_serves(scheduled_model, monkeypatch, warned) -> None:
+def test_an_engine_says_what_is_away_and_serves(scheduled_model, monkeypatch, warned):
     monkeypatch.setenv("KVTIER_REDIS_URL", "redis://127.0.0.1:1/0")
     monkeypatch.setenv("KVTIER_REDIS_BYTES", "1GiB")
     core = started(scheduled_model)
@@ -60,11 +52,8 @@ def test_an_engine_says_what_is_away_and_serves(scheduled_model, monkeypatch, wa
 
 
 def test_an_engine_says_that_its_server_is_missing_and_serves(
-    scheduled_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    warned: pytest.LogCaptureFixture,
-) -> None:
+    scheduled_model, tmp_path, monkeypatch, warned
+):
     monkeypatch.setenv("KVTIER_SERVER", f"unix://{tmp_path}/none.sock")
     core = started(scheduled_model)
     assert f"{tmp_path}/none.sock" in warned.text and "until it can be reached" in warned.text

@@ -1,10 +1,7 @@
 """The block tables of requests as vLLM before 0.32 tells them: what was added in each step."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ with warnings.catch_warnings():  # importing vLLM warns
 pytestmark = pytest.mark.vllm
 
 
-def step(new=None, added=None, resumed=()) -> Any:
+def step(new=None, added=None, resumed=()):
     """A step that computes request "one", for the first time (``new``) or again (``added``)."""
     first = [] if new is None else [SimpleNamespace(req_id="one", block_ids=(list(new),))]
     again = [] if new is not None else ["one"]
@@ -24,7 +21,7 @@ def step(new=None, added=None, resumed=()) -> Any:
     return SimpleNamespace(scheduled_new_reqs=first, scheduled_cached_reqs=cached)
 
 
-def test_a_table_grows_at_its_end() -> None:
+def test_a_table_grows_at_its_end():
     tables = BlockTables()
     tables.begin(step(new=[4, 7]))
     tables.end()
@@ -34,14 +31,14 @@ def test_a_table_grows_at_its_end() -> None:
     assert tables.of("two") is None
 
 
-def test_a_request_that_was_preempted_has_only_the_blocks_it_got_after_that() -> None:
+def test_a_request_that_was_preempted_has_only_the_blocks_it_got_after_that():
     tables = BlockTables()
     tables.begin(step(new=[4, 7]))
     tables.begin(step(added=[5, 6, 8], resumed={"one"}))
     assert tables.of("one") == ([5, 6, 8],)
 
 
-def test_an_ended_request_has_no_table() -> None:
+def test_an_ended_request_has_no_table():
     tables = BlockTables()
     tables.begin(step(new=[4, 7]))
     tables.forget("one")

@@ -1,18 +1,15 @@
 """vLLM's own Scheduler and vLLM's own tracing: what a lookup and a load tell a real receiver."""
 
-from __future__ import annotations
-
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from kvtier.connectors.vllm.extensions.tracing import LOAD, LOOKUP, Traces
-from tests.otlp_receiver import HTTP, PARENT, TRACE, TRACEPARENT, Received, attributes, receiving
+from tests.otlp_receiver import HTTP, PARENT, TRACE, TRACEPARENT, attributes, receiving
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 
 pytestmark = pytest.mark.vllm
@@ -24,7 +21,7 @@ Told = Callable[[str, str], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[Received]:
+def receiver():
     """A process has one tracer, so the tests share it."""
     from opentelemetry.trace import get_tracer_provider
 
@@ -38,18 +35,18 @@ def receiver() -> Iterator[Received]:
 
 
 @pytest.fixture
-def traced(receiver: Received, scheduled_model: Path) -> Core:
+def traced(receiver, scheduled_model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Core(scheduled_model, otlp_traces_endpoint=receiver.url)
 
 
 @pytest.fixture
-def told(receiver: Received) -> Told:
+def told(receiver):
     """Spans of one request, by name."""
     from opentelemetry.trace import get_tracer_provider
 
-    def of(name: str, request: str) -> list[Any]:
+    def of(name, request):
         get_tracer_provider().force_flush()  # type: ignore[attr-defined]
         spans = receiver.named(name)
         return [span for span in spans if attributes(span)["kvtier.request_id"] == request]
@@ -57,7 +54,7 @@ def told(receiver: Received) -> Told:
     return of
 
 
-def served(core: Core, name: str, *, failed: bool = False, **more: Any) -> None:
+def served(core, name, *, failed=False, **more):
     """A request from its beginning to its end. vLLM's own cache is empty."""
     assert core.scheduler.reset_prefix_cache()
     core.add(core.request(name, PROMPT[:], **more))
@@ -65,7 +62,7 @@ def served(core: Core, name: str, *, failed: bool = False, **more: Any) -> None:
     core.run(name)
 
 
-def test_a_lookup_that_finds_nothing_says_why(traced: Core, told: Told) -> None:
+def test_a_lookup_that_finds_nothing_says_why(traced, told):
     served(traced, "nothing")
     (lookup,) = told(LOOKUP, "nothing")
     assert attributes(lookup) == {
@@ -78,7 +75,7 @@ def test_a_lookup_that_finds_nothing_says_why(traced: Core, told: Told) -> None:
     assert told(LOAD, "nothing") == []
 
 
-def test_a_hit_is_a_lookup_and_a_load_in_the_clients_trace(traced: Core, told: Told) -> None:
+def test_a_hit_is_a_lookup_and_a_load_in_the_clients_trace(traced, told):
     served(traced, "saved")
     served(traced, "hit", trace_headers=HEADERS)
     (lookup,), (load,) = told(LOOKUP, "hit"), told(LOAD, "hit")
@@ -95,7 +92,7 @@ def test_a_hit_is_a_lookup_and_a_load_in_the_clients_trace(traced: Core, told: T
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
 
 
-def test_a_client_without_a_trace_begins_one_for_each_span(traced, told, monkeypatch) -> None:
+def test_a_client_without_a_trace_begins_one_for_each_span(traced, told, monkeypatch):
     """An engine inherits the trace of its own start, to which no request belongs."""
     monkeypatch.setenv("traceparent", TRACEPARENT)
     served(traced, "alone")
@@ -103,7 +100,7 @@ def test_a_client_without_a_trace_begins_one_for_each_span(traced, told, monkeyp
     assert lookup.parent_span_id == b"" and lookup.trace_id.hex() != TRACE
 
 
-def test_a_load_that_fails_says_so_and_is_looked_up_once(traced: Core, told: Told) -> None:
+def test_a_load_that_fails_says_so_and_is_looked_up_once(traced, told):
     served(traced, "before")
     served(traced, "broken", failed=True)
     (load,) = told(LOAD, "broken")
@@ -111,5 +108,5 @@ def test_a_load_that_fails_says_so_and_is_looked_up_once(traced: Core, told: Tol
     assert len(told(LOOKUP, "broken")) == 1, "it is promised nothing any more"
 
 
-def test_without_the_flag_there_is_nothing_that_traces(core: Core) -> None:
+def test_without_the_flag_there_is_nothing_that_traces(core):
     assert not any(isinstance(each, Traces) for each in core.connector._scheduler.extensions)

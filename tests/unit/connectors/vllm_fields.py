@@ -1,8 +1,6 @@
 """The fields of vLLM's configuration classes, read from its sources:
 ``python -m tests.unit.connectors.vllm_fields VERSION=SITE ...`` writes ``tests/data``."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -15,7 +13,7 @@ Classes = dict[str, dict[str, str]]
 """Class -> its fields -> the configuration class of a field's object, or ""."""
 
 
-def read(site: Path) -> Classes:
+def read(site):
     """``site``: the folder in which the package ``vllm`` lies."""
     bodies = {
         one.name: one.body
@@ -24,7 +22,7 @@ def read(site: Path) -> Classes:
         if isinstance(one, ast.ClassDef) and one.decorator_list
     }
 
-    def of(annotation: str) -> str:
+    def of(annotation):
         return next((word for word in re.findall(r"\w+", annotation) if word in bodies), "")
 
     return {
@@ -38,7 +36,7 @@ def read(site: Path) -> Classes:
     }
 
 
-def main(words: list[str]) -> None:
+def main(words):
     told = {version: read(Path(site)) for version, site in (word.split("=") for word in words)}
     kept = {
         version: {name: fields for name, fields in classes.items() if fields}

@@ -4,8 +4,6 @@ use.
 ``tests/gpu`` runs the same tests on a CUDA device by giving its own ``place`` fixture.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -68,29 +66,29 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def held(seed: int, room: int) -> Held:
+def held(seed, room):
     return Held(room=room, dice=random.Random(seed))
 
 
 @pytest.fixture(params=WAYS)
-def place(request: pytest.FixtureRequest) -> Place:
+def place(request):
     return torch.device("cpu"), WAYS[request.param]
 
 
 @pytest.fixture
-def device(place: Place) -> torch.device:
+def device(place):
     return place[0]
 
 
 @pytest.fixture
-def make(place: Place) -> Make:
-    def paged_blocks(engine: Engine) -> PagedBlocks:
+def make(place):
+    def paged_blocks(engine):
         return PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK, **place[1]())
 
     return paged_blocks
 
 
-def slot_part(paged: PagedBlocks) -> torch.Tensor:
+def slot_part(paged):
     return torch.zeros(paged.block_bytes * BLOCKS_PER_CHUNK, dtype=torch.uint8)
 
 
@@ -99,9 +97,7 @@ def slot_part(paged: PagedBlocks) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("saved", "loaded"), [([7, 2, 3, 0], [1, 8, 5, 6]), ([4, 5, 6, 7], [0, 1, 2, 3])]
 )
-def test_what_was_saved_is_loaded_and_nothing_else_moves(
-    make: Make, device: torch.device, name: str, first: int, saved: list[int], loaded: list[int]
-) -> None:
+def test_what_was_saved_is_loaded_and_nothing_else_moves(make, device, name, first, saved, loaded):
     engine = ENGINES[name](device)
     fill(engine)
     paged = make(engine)
@@ -120,7 +116,7 @@ def test_what_was_saved_is_loaded_and_nothing_else_moves(
         assert torch.equal(got, wanted)
 
 
-def test_a_load_may_end_inside_its_chunk(make: Make, device: torch.device) -> None:
+def test_a_load_may_end_inside_its_chunk(make, device):
     engine = one_backing(ORDERS["LBHNC"], device)
     fill(engine)
     paged = make(engine)
@@ -136,7 +132,7 @@ def test_a_load_may_end_inside_its_chunk(make: Make, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("blocks", [[7, 2, 3, 0], [3, 4, 5, 6]])
-def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(make, device, blocks) -> None:
+def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(make, device, blocks):
     engine = one_backing(ORDERS["LBNHC"], device)
     fill(engine)
     paged = make(engine)
@@ -150,7 +146,7 @@ def test_slot_is_region_major_whatever_blocks_the_chunk_lay_in(make, device, blo
     assert as_bytes(part) == b"".join(as_bytes(row) for row in rows)
 
 
-def test_merged_and_separate_layers_give_the_same_slot(make: Make, device: torch.device) -> None:
+def test_merged_and_separate_layers_give_the_same_slot(make, device):
     together = one_backing(ORDERS["LBHNC"], device)
     fill(together)
     clones = {name: cache.clone() for name, cache in together.caches.items()}
@@ -166,7 +162,7 @@ def test_merged_and_separate_layers_give_the_same_slot(make: Make, device: torch
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, order: str) -> None:
+def test_layers_of_one_backing_move_in_one_strided_copy(device, order):
     regions = regions_of(one_backing(ORDERS[order], device).caches, BLOCKS)
 
     groups = merged([region.rows for region in regions])
@@ -184,14 +180,14 @@ def test_layers_of_one_backing_move_in_one_strided_copy(device: torch.device, or
         ([4], [(2, 4, 1)], False),
     ],
 )
-def test_neighbouring_blocks_move_together(blocks, runs, scattered) -> None:
+def test_neighbouring_blocks_move_together(blocks, runs, scattered):
     found, index = plan(2, blocks)
 
     assert found == runs
     assert (index is not None) is scattered
 
 
-def test_jobs_of_one_call_do_not_disturb_each_other(make: Make, device: torch.device) -> None:
+def test_jobs_of_one_call_do_not_disturb_each_other(make, device):
     engine = one_backing(ORDERS["LBHNC"], device)
     fill(engine)
     before = engine.memory()
@@ -216,7 +212,7 @@ def test_jobs_of_one_call_do_not_disturb_each_other(make: Make, device: torch.de
             assert as_bytes(engine.block(layer, block)) == as_bytes(untouched.block(layer, block))
 
 
-def test_a_copy_keeps_the_slots_memory() -> None:
+def test_a_copy_keeps_the_slots_memory():
     engine = one_backing(ORDERS["LBHNC"], torch.device("cpu"))
     paged = PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK)
     memory = bytearray(paged.block_bytes * BLOCKS_PER_CHUNK)
@@ -229,7 +225,7 @@ def test_a_copy_keeps_the_slots_memory() -> None:
     memory.append(0)
 
 
-def _no_change(part: torch.Tensor) -> torch.Tensor:
+def _no_change(part):
     return part
 
 
@@ -246,7 +242,7 @@ def _no_change(part: torch.Tensor) -> torch.Tensor:
         (lambda part: part.repeat_interleave(2)[::2], 0, [0, 1, 2, 3], "dense uint8"),
     ],
 )
-def test_a_wrong_load_moves_no_byte(make, device, change, first, blocks, words) -> None:
+def test_a_wrong_load_moves_no_byte(make, device, change, first, blocks, words):
     engine = one_backing(ORDERS["LBHNC"], device)
     fill(engine)
     before = engine.memory()
@@ -260,7 +256,7 @@ def test_a_wrong_load_moves_no_byte(make, device, change, first, blocks, words) 
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (0, [0, 1, 2, 9])])
-def test_a_save_takes_whole_chunks_only(make, device, first, blocks) -> None:
+def test_a_save_takes_whole_chunks_only(make, device, first, blocks):
     engine = one_backing(ORDERS["LBHNC"], device)
     fill(engine)
     paged = make(engine)
@@ -272,7 +268,7 @@ def test_a_save_takes_whole_chunks_only(make, device, first, blocks) -> None:
     assert not part.any()
 
 
-def test_slot_tensor_is_the_pools_memory() -> None:
+def test_slot_tensor_is_the_pools_memory():
     pool = Pool(2, 4096)
     slot_tensor(pool.view(1)).fill_(7)
 
@@ -282,7 +278,7 @@ def test_slot_tensor_is_the_pools_memory() -> None:
         slot_tensor(pool.view(0).toreadonly())
 
 
-def test_random_jobs_against_a_plain_model(make: Make, device: torch.device) -> None:
+def test_random_jobs_against_a_plain_model(make, device):
     """Saves and loads of random blocks between random slots. The model is a dict of bytes by slot
     and by block."""
     dice = random.Random(5)
@@ -304,11 +300,11 @@ def test_random_jobs_against_a_plain_model(make: Make, device: torch.device) -> 
         assert blocks == {block: content(engine, block) for block in range(BLOCKS)}
 
 
-def content(engine: Engine, block: int) -> bytes:
+def content(engine, block):
     return b"".join(as_bytes(engine.block(layer, block)) for layer in engine.caches)
 
 
-def test_an_engine_in_inference_mode_is_served(make: Make, device: torch.device) -> None:
+def test_an_engine_in_inference_mode_is_served(make, device):
     with torch.inference_mode():
         engine = one_backing(ORDERS["LBHNC"], device)
         fill(engine)

@@ -32,7 +32,7 @@ class Driver:
     """Stands for ``torch.cuda.cudart()``: remembers what is registered. Refuses from the
     ``limit``-th piece on."""
 
-    def __init__(self, limit: float = math.inf) -> None:
+    def __init__(self, limit=math.inf):
         self.held: dict[int, int] = {}
         self.limit = limit
         self.threads: set[str] = set()
@@ -50,15 +50,15 @@ class Driver:
         return Code.SUCCESS
 
 
-def covers(pinning: Pinning, part: torch.Tensor) -> bool:
+def covers(pinning, part):
     return pinning.cuts(part) is not None
 
 
-def covered(pinning: Pinning, pool: Pool) -> list[bool]:
+def covered(pinning, pool):
     return [covers(pinning, slot_tensor(pool.view(slot))) for slot in range(pool.slots)]
 
 
-def started(pool, driver, piece=5 * 4096, *, is_lent=False) -> tuple[Pinning, ManualLane]:
+def started(pool, driver, piece=5 * 4096, *, is_lent=False):
     lane = ManualLane()
     pinning = Pinning(
         None,
@@ -72,7 +72,7 @@ def started(pool, driver, piece=5 * 4096, *, is_lent=False) -> tuple[Pinning, Ma
     return pinning, lane
 
 
-def test_a_region_is_locked_piece_by_piece_and_pieces_end_between_slots() -> None:
+def test_a_region_is_locked_piece_by_piece_and_pieces_end_between_slots():
     pool, driver = Pool(5, SLOT), Driver()
     base = slot_tensor(pool.buffer).data_ptr()
     pinning, lane = started(pool, driver)
@@ -91,7 +91,7 @@ def test_a_region_is_locked_piece_by_piece_and_pieces_end_between_slots() -> Non
     pool.close()
 
 
-def test_a_slot_larger_than_a_piece_is_locked_in_several_and_no_dma_crosses_two() -> None:
+def test_a_slot_larger_than_a_piece_is_locked_in_several_and_no_dma_crosses_two():
     pool, driver = Pool(2, 5 * PAGE_BYTES), Driver()
     pinning, lane = started(pool, driver, piece=2 * PAGE_BYTES + 7)
     for _ in range(5):
@@ -105,7 +105,7 @@ def test_a_slot_larger_than_a_piece_is_locked_in_several_and_no_dma_crosses_two(
     assert pinning.cuts(second[2 * PAGE_BYTES : 4 * PAGE_BYTES]) == ()
 
 
-def test_no_call_locks_more_than_64_mib() -> None:
+def test_no_call_locks_more_than_64_mib():
     cuts = [cut_of(size << 20, (0, size << 20), _PIECE_BYTES) for size in (7, 64, 80, 200)]
     assert [cut.piece >> 20 for cut in cuts] == [63, 64, 64, 64]
 
@@ -130,9 +130,7 @@ MIB = 1 << 20
         "a small part",
     ],
 )
-def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it(
-    span: tuple[int, int], locked: list[tuple[int, int]]
-) -> None:
+def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it(span, locked):
     pool, driver, lane = Pool(2, 8 * MIB), Driver(), ManualLane()
     base = slot_tensor(pool.buffer).data_ptr()
     pinning = Pinning(None, runtime=driver, lane=lane, piece_bytes=8 * MIB, rest=lambda _: None)
@@ -150,7 +148,7 @@ def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it
     assert not driver.held
 
 
-def test_the_lane_rests_between_pieces_as_long_as_the_driver_took() -> None:
+def test_the_lane_rests_between_pieces_as_long_as_the_driver_took():
     pool, lane, rests = Pool(3, SLOT), ManualLane(), list[tuple[float, int]]()
 
     class Slow(Driver):
@@ -166,7 +164,7 @@ def test_the_lane_rests_between_pieces_as_long_as_the_driver_took() -> None:
     assert all(0.02 <= seconds < 10 and queued == 0 for seconds, queued in rests)
 
 
-def test_nothing_is_locked_while_a_graph_is_captured() -> None:
+def test_nothing_is_locked_while_a_graph_is_captured():
     pool, driver, lane, capturing = Pool(3, SLOT), Driver(), ManualLane(), [False]
     pinning = Pinning(
         None,
@@ -195,7 +193,7 @@ def test_nothing_is_locked_while_a_graph_is_captured() -> None:
 class SlowDriver(Driver):
     """A driver that takes its time."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.entered = threading.Event()
 
@@ -205,7 +203,7 @@ class SlowDriver(Driver):
         return super().cudaHostRegister(address, size, flags)
 
 
-def test_holding_waits_for_the_piece_that_is_being_locked() -> None:
+def test_holding_waits_for_the_piece_that_is_being_locked():
     pool, driver = Pool(3, SLOT), SlowDriver()
     pinning = Pinning(None, runtime=driver, piece_bytes=SLOT)
     pinning.begin(pool.buffer, SLOT)
@@ -218,7 +216,7 @@ def test_holding_waits_for_the_piece_that_is_being_locked() -> None:
     pinning.end(pool.buffer)
 
 
-def test_only_whole_slots_of_the_region_are_covered() -> None:
+def test_only_whole_slots_of_the_region_are_covered():
     pool = Pool(4, SLOT)
     pinning, lane = started(pool, Driver(), piece=2 * SLOT)
     lane.turn()
@@ -228,7 +226,7 @@ def test_only_whole_slots_of_the_region_are_covered() -> None:
     assert not covers(pinning, torch.zeros(4, dtype=torch.uint8))
 
 
-def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog) -> None:
+def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog):
     pool, driver = Pool(6, SLOT), Driver(limit=1)
     with caplog.at_level(logging.WARNING):
         pinning, lane = started(pool, driver, piece=2 * SLOT)
@@ -245,7 +243,7 @@ def test_a_refusal_keeps_what_is_locked_and_is_logged_once(caplog) -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-def test_ending_while_pieces_are_still_to_come_leaves_nothing_locked(turns: int) -> None:
+def test_ending_while_pieces_are_still_to_come_leaves_nothing_locked(turns):
     pool, driver = Pool(6, SLOT), Driver()
     pinning, lane = started(pool, driver, piece=2 * SLOT)
     for _ in range(turns):
@@ -256,7 +254,7 @@ def test_ending_while_pieces_are_still_to_come_leaves_nothing_locked(turns: int)
     assert not driver.held
 
 
-def test_an_end_waits_for_the_piece_that_is_being_locked() -> None:
+def test_an_end_waits_for_the_piece_that_is_being_locked():
     pool, driver = Pool(2, SLOT), SlowDriver()
     pinning = Pinning(None, runtime=driver, piece_bytes=SLOT)
     pinning.begin(pool.buffer, SLOT)
@@ -267,7 +265,7 @@ def test_an_end_waits_for_the_piece_that_is_being_locked() -> None:
     assert driver.threads == {"kvtier-pinning-0"}, "off the caller's thread"
 
 
-def test_two_regions_are_told_apart() -> None:
+def test_two_regions_are_told_apart():
     first, second, driver = Pool(2, SLOT), Pool(2, SLOT), Driver()
     pinning, lane = started(first, driver, piece=2 * SLOT)
     pinning.begin(second.buffer, SLOT)
@@ -278,7 +276,7 @@ def test_two_regions_are_told_apart() -> None:
     pinning.end(first.buffer)
 
 
-def test_a_lane_that_refuses_leaves_slots_unlocked(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lane_that_refuses_leaves_slots_unlocked(caplog):
     pool, lane = Pool(2, SLOT), ManualLane()
     lane.close(0)
     pinning = Pinning(None, runtime=Driver(), lane=lane)
@@ -288,7 +286,7 @@ def test_a_lane_that_refuses_leaves_slots_unlocked(caplog: pytest.LogCaptureFixt
     assert "of 16384 bytes stopped after 0 pieces" in caplog.text
 
 
-def test_locking_holds_no_view_of_the_region() -> None:
+def test_locking_holds_no_view_of_the_region():
     """A view that is still held would keep a server's pool mapped after it was let go."""
     pool, driver = Pool(2, SLOT), Driver()
     pinning, lane = started(pool, driver)
@@ -301,12 +299,12 @@ def test_locking_holds_no_view_of_the_region() -> None:
 
 
 @pytest.fixture
-def two_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_ahead(monkeypatch):
     monkeypatch.setattr("kvtier.gpu.pinning._AHEAD_BYTES", 2 * SLOT)
 
 
 @pytest.mark.usefixtures("two_ahead")
-def test_of_a_lent_pool_only_what_copies_need_is_locked_and_a_little_ahead() -> None:
+def test_of_a_lent_pool_only_what_copies_need_is_locked_and_a_little_ahead():
     pool, driver = Pool(9, SLOT), Driver()
     pinning, lane = started(pool, driver, is_lent=True)
     lane.run()
@@ -328,7 +326,7 @@ class Pages(Driver):
     """Remembers which pages the device has: for each piece, how often its memory was replaced
     before the piece was locked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.replaced = 0
         self.has: dict[int, int] = {}
@@ -342,7 +340,7 @@ class Pages(Driver):
 
 
 @pytest.mark.usefixtures("two_ahead")
-def test_a_slot_that_has_other_memory_is_locked_once_more_before_a_device_copies_it() -> None:
+def test_a_slot_that_has_other_memory_is_locked_once_more_before_a_device_copies_it():
     pool, driver = Pool(2, SLOT), Pages()
     pinning, lane = started(pool, driver, is_lent=True)
     first, second = (slot_tensor(pool.view(slot)) for slot in range(2))
@@ -359,12 +357,12 @@ def test_a_slot_that_has_other_memory_is_locked_once_more_before_a_device_copies
 
 
 @pytest.mark.usefixtures("two_ahead")
-def test_memory_that_is_replaced_while_it_is_locked_is_locked_once_more() -> None:
+def test_memory_that_is_replaced_while_it_is_locked_is_locked_once_more():
     pool, driver = Pool(1, SLOT), Pages()
     pinning, lane = started(pool, driver, is_lent=True)
     slot = slot_tensor(pool.view(0))
 
-    def replace() -> None:
+    def replace():
         driver.meanwhile = lambda: None
         driver.replaced = 1
         pinning.renew(slot)

@@ -1,9 +1,6 @@
 """Which rows kvtier sees in an engine's KV tensors, what it refuses, and how it describes them."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ from tests.unit.paged_engines import (
 )
 
 
-def test_layers_that_alias_one_tensor_count_once() -> None:
+def test_layers_that_alias_one_tensor_count_once():
     cache = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
     other = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT)
 
@@ -36,7 +33,7 @@ def test_layers_that_alias_one_tensor_count_once() -> None:
     assert [region.layer for region in regions] == ["a", "b"]
 
 
-def test_rows_are_the_engines_memory_not_a_copy() -> None:
+def test_rows_are_the_engines_memory_not_a_copy():
     cache = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16)
 
     (region,) = regions_of({"a": cache}, BLOCKS)
@@ -60,7 +57,7 @@ def test_rows_are_the_engines_memory_not_a_copy() -> None:
         ([torch.zeros(BLOCKS, 4)], "expected one tensor"),
     ],
 )
-def test_a_cache_without_one_dense_row_a_block_is_refused(cache: Any, words: str) -> None:
+def test_a_cache_without_one_dense_row_a_block_is_refused(cache, words):
     with pytest.raises(LayoutError, match=rf"(?s)layers\.7\.attn.*{words}") as caught:
         regions_of({"layers.7.attn": cache}, BLOCKS)
 
@@ -68,12 +65,12 @@ def test_a_cache_without_one_dense_row_a_block_is_refused(cache: Any, words: str
         assert f"{tuple(cache.shape)} and stride {cache.stride()}" in str(caught.value)
 
 
-def test_two_blocks_are_not_taken_for_keys_and_values() -> None:
+def test_two_blocks_are_not_taken_for_keys_and_values():
     with pytest.raises(LayoutError, match="two axes could be the blocks"):
         regions_of({"a": torch.zeros(2, 2, TOKENS, HEADS, CONTENT)}, 2)
 
 
-def test_regions_of_two_engines_are_refused() -> None:
+def test_regions_of_two_engines_are_refused():
     regions = regions_of({"a": torch.zeros(4, 8)}, 4) + regions_of({"b": torch.zeros(5, 8)}, 5)
 
     with pytest.raises(LayoutError, match="4 blocks on cpu"):
@@ -82,11 +79,11 @@ def test_regions_of_two_engines_are_refused() -> None:
         PagedBlocks([], 2)
 
 
-def described(engine: Engine, blocks: int = BLOCKS) -> dict[str, Any]:
+def described(engine, blocks=BLOCKS):
     return PagedBlocks(regions_of(engine.caches, blocks), BLOCKS_PER_CHUNK).describe()
 
 
-def test_description_is_json_and_does_not_depend_on_the_number_of_blocks() -> None:
+def test_description_is_json_and_does_not_depend_on_the_number_of_blocks():
     cpu = torch.device("cpu")
     small = described(one_backing(ORDERS["LHBNC"], cpu))
     large = described(one_backing(ORDERS["LHBNC"], cpu, blocks=BLOCKS * 3), BLOCKS * 3)
@@ -96,7 +93,7 @@ def test_description_is_json_and_does_not_depend_on_the_number_of_blocks() -> No
     assert small["device"].startswith("cpu ")
 
 
-def test_description_tells_apart_what_would_be_read_wrongly() -> None:
+def test_description_tells_apart_what_would_be_read_wrongly():
     cpu = torch.device("cpu")
     engine = one_backing(ORDERS["LBHNC"], cpu)
     reversed_layers = Engine(dict(reversed(engine.caches.items())), engine.backings)
@@ -113,14 +110,14 @@ def test_description_tells_apart_what_would_be_read_wrongly() -> None:
     assert len({json.dumps(description) for description in descriptions}) == len(descriptions)
 
 
-def test_packed_layers_are_described_as_separate_ones() -> None:
+def test_packed_layers_are_described_as_separate_ones():
     cpu = torch.device("cpu")
     assert described(one_backing(ORDERS["BLHNC"], cpu)) == described(
         one_backing(ORDERS["LBHNC"], cpu)
     )
 
 
-def test_block_bytes_is_the_sum_of_rows() -> None:
+def test_block_bytes_is_the_sum_of_rows():
     paged = PagedBlocks(
         regions_of(unequal_layers(torch.device("cpu")).caches, BLOCKS), BLOCKS_PER_CHUNK
     )

@@ -1,16 +1,12 @@
 """Staging memory and the rows that move through it: budgets, launches, and the kernel beside
 torch's way."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import mmap
 import random
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,14 +39,14 @@ _NO_RESERVE = 0x4000
 # ---- staging memory ------------------------------------------------------------------------------
 
 
-def launches(plan: Budget, chunks: int) -> int:
+def launches(plan, chunks):
     """Launches of a load of so many chunks."""
     return len(plan.pieces) * -(-chunks // -(-plan.loading // 2))
 
 
 @pytest.mark.parametrize("layers", [28, 32, 61, 80])
 @pytest.mark.parametrize("token_bytes", [512, 1152, 2048])
-def test_a_load_of_32k_tokens_takes_64_launches_at_most(layers: int, token_bytes: int) -> None:
+def test_a_load_of_32k_tokens_takes_64_launches_at_most(layers, token_bytes):
     """512 MiB is what a device with 4 GiB of free memory gives."""
     plan = budget([256 * token_bytes] * layers, 512 * MIB, 4096 * MIB)
     assert len(plan.pieces) == 1
@@ -59,7 +55,7 @@ def test_a_load_of_32k_tokens_takes_64_launches_at_most(layers: int, token_bytes
 
 @pytest.mark.parametrize("room", [2, 3, 5, 9, 20, 24, 40, 100, 500, 10_000])
 @pytest.mark.parametrize("sizes", [[1] * 6, [1, 1, 1, 1, 5, 1], [3], [2, 7, 7, 1]])
-def test_staging_memory_stays_within_its_room_or_is_refused(sizes: list[int], room: int) -> None:
+def test_staging_memory_stays_within_its_room_or_is_refused(sizes, room):
     if 2 * max(sizes) > room:
         with pytest.raises(
             LayoutError, match=f"need {2 * max(sizes)} bytes.*{room} of the 77 free bytes"
@@ -84,16 +80,14 @@ def test_staging_memory_stays_within_its_room_or_is_refused(sizes: list[int], ro
 @pytest.mark.parametrize(
     ("fit", "pieces", "expected"), [(16, 1, 32), (6, 1, 64), (4, 1, 128), (3, 2, 128), (2, 2, 256)]
 )
-def test_how_many_launches_a_load_takes_is_a_matter_of_how_many_chunks_fit(
-    fit: int, pieces: int, expected: int
-) -> None:
+def test_how_many_launches_a_load_takes_is_a_matter_of_how_many_chunks_fit(fit, pieces, expected):
     """The pieces of a chunk are equally long, or the last would leave memory unused."""
     plan = budget([MIB] * 80, fit * 80 * MIB, 0)
     assert (len(plan.pieces), launches(plan, 128)) == (pieces, expected)
     assert {piece.size for piece in plan.pieces} == {80 * MIB // pieces}
 
 
-def test_all_staging_memory_is_one_allocation_of_what_the_budget_says() -> None:
+def test_all_staging_memory_is_one_allocation_of_what_the_budget_says():
     plan = Budget((StagingSegment(0, 2, 0, 24),), 24, 3, 2)
     saving, loading = rings(plan, torch.int64, CPU)
     places = [*saving.take(3), *loading.take(2)]
@@ -101,13 +95,13 @@ def test_all_staging_memory_is_one_allocation_of_what_the_budget_says() -> None:
     assert places[0].words.untyped_storage().nbytes() == plan.bytes
 
 
-def test_places_are_used_in_turn() -> None:
+def test_places_are_used_in_turn():
     ring = Ring(places := [StagingSlot(torch.zeros(2), []) for _ in range(3)])
     assert ring.batch == 2
     assert ring.take(2) + ring.take(2) == [places[0], places[1], places[2], places[0]]
 
 
-def test_an_engine_without_room_for_staging_is_refused_at_its_start() -> None:
+def test_an_engine_without_room_for_staging_is_refused_at_its_start():
     engine = ENGINES["LBHNC"](CPU)
     with pytest.raises(LayoutError, match=r"need 768 bytes of device memory.*767 of the 767 free"):
         PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK, streams=Held(room=767))
@@ -118,12 +112,12 @@ def test_an_engine_without_room_for_staging_is_refused_at_its_start() -> None:
 
 @pytest.mark.parametrize("way", ["save", "load"])
 @pytest.mark.parametrize("name", ["LBHNC", "keys_and_values_apart", "unequal_layers"])
-def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> None:
+def test_one_launch_moves_many_chunks_of_all_regions(way, name):
     engine = ENGINES[name](CPU)
     streams, made = Inline(), list[Any]()
     queued = list[object]()
 
-    def do(stream: Any, work: Callable[[], object]) -> None:
+    def do(stream, work):
         queued.append(work)
         work()
 
@@ -131,7 +125,7 @@ def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> Non
     regions = regions_of(engine.caches, BLOCKS)
     streams.room = 16 * BLOCKS_PER_CHUNK * sum(region.rows.shape[1] for region in regions)
 
-    def make_rows(*given: Any) -> Any:
+    def make_rows(*given):
         made.append(interpreted().KernelRows(*given))
         return made[0]
 
@@ -157,7 +151,7 @@ def test_one_launch_moves_many_chunks_of_all_regions(way: str, name: str) -> Non
 # ---- the kernel beside torch's way ---------------------------------------------------------------
 
 
-def batch_of(engine_groups, plan, number, dice) -> tuple[StagingBatch, Any]:
+def batch_of(engine_groups, plan, number, dice):
     """Two chunks: one whole, one that begins and ends inside. The table has other rows before
     them."""
     saving, _ = rings(plan, engine_groups[0].dtype, CPU)
@@ -177,7 +171,7 @@ def batch_of(engine_groups, plan, number, dice) -> tuple[StagingBatch, Any]:
 
 @pytest.mark.parametrize("room", [100_000, 1600])
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_kernel_moves_the_bytes_that_torch_moves(name: str, room: int) -> None:
+def test_the_kernel_moves_the_bytes_that_torch_moves(name, room):
     found = list[list[bytes]]()
     for make in (interpreted().KernelRows, TorchRows):
         engine = ENGINES[name](CPU)
@@ -210,7 +204,7 @@ def test_the_kernel_moves_the_bytes_that_torch_moves(name: str, room: int) -> No
 @pytest.mark.parametrize(
     ("row", "word"), [(7, torch.uint8), (6, torch.int16), (20, torch.int32), (16, torch.int64)]
 )
-def test_rows_of_any_width_move_in_the_widest_words_that_fit(row: int, word: torch.dtype) -> None:
+def test_rows_of_any_width_move_in_the_widest_words_that_fit(row, word):
     memory = torch.arange(3 * 5 * row).to(torch.uint8).view(3, 5, row)
     groups = merged(list(memory))
     assert widest_word(groups) == word
@@ -224,7 +218,7 @@ def test_rows_of_any_width_move_in_the_widest_words_that_fit(row: int, word: tor
     assert torch.equal(place.bytes(0).view(3, 2, row), memory[:, [4, 1]])
 
 
-def test_a_row_of_several_tiles_and_a_part_of_one_is_whole() -> None:
+def test_a_row_of_several_tiles_and_a_part_of_one_is_whole():
     kernel = interpreted()
     row = (2 * kernel._MOST_WORDS + 5) * 8
     memory = torch.randint(0, 255, (2, 3, row), dtype=torch.uint8)
@@ -236,7 +230,7 @@ def test_a_row_of_several_tiles_and_a_part_of_one_is_whole() -> None:
     assert torch.equal(place.bytes(0).view(2, row), memory[:, 2])
 
 
-def test_blocks_and_regions_may_lie_further_apart_than_32_bits_tell() -> None:
+def test_blocks_and_regions_may_lie_further_apart_than_32_bits_tell():
     """Memory that nobody touches is not there: a few pages of twelve GiB are."""
     pitch, apart, row = (5 << 29) + 64, 3 << 31, 64
     backing = mmap.mmap(-1, 12 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -262,9 +256,7 @@ def test_blocks_and_regions_may_lie_further_apart_than_32_bits_tell() -> None:
     "target", [("cuda", 75, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str
 )
 @pytest.mark.parametrize("word", ["int64", "uint8"])
-def test_the_kernel_compiles_for_devices_that_are_not_here(
-    target: tuple[Any, ...], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_compiles_for_devices_that_are_not_here(target, word, tmp_path, monkeypatch):
     triton = pytest.importorskip("triton", exc_type=ImportError)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = importlib.import_module("kvtier.gpu.kernel")._move_rows
@@ -293,9 +285,7 @@ class OnCuda:
 @pytest.mark.parametrize(
     "missing", [True, False], ids=["not installed", "does not serve the device"]
 )
-def test_where_triton_does_not_serve_torch_does_and_it_is_said(
-    missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_triton_does_not_serve_torch_does_and_it_is_said(missing, monkeypatch, caplog):
     serves_nothing: Any = None if missing else SimpleNamespace(KernelRows=lambda *_: 1 / 0)
     monkeypatch.setitem(sys.modules, "kvtier.gpu.kernel", serves_nothing)
     groups: Any = [OnCuda()]
@@ -304,14 +294,14 @@ def test_where_triton_does_not_serve_torch_does_and_it_is_said(
     assert "Triton serves no copies on cuda:0" in caplog.text
 
 
-def test_wrong_bytes_of_the_kernel_are_found_before_it_serves(monkeypatch) -> None:
+def test_wrong_bytes_of_the_kernel_are_found_before_it_serves(monkeypatch):
     kernel = interpreted()
     monkeypatch.setattr(kernel.KernelRows, "_launch", lambda *_: None)
     with pytest.raises(RuntimeError, match="moves wrong bytes on cpu"):
         kernel.KernelRows([torch.zeros(1, 2, 8, dtype=torch.int64)], 1)
 
 
-def test_triton_is_not_imported_on_a_cpu() -> None:
+def test_triton_is_not_imported_on_a_cpu():
     script = """
 import sys, torch, kvtier, kvtier.gpu
 from kvtier.gpu import PagedBlocks, regions_of

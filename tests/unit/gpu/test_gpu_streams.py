@@ -1,9 +1,6 @@
 """Staged copies on streams that hold their work back: who waits for whom, and what is done when."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import create_autospec
@@ -25,7 +22,7 @@ class Machine:
     """An engine of a few blocks that hold one value each, its streams, and slots. ``locked``: slots
     are page-locked."""
 
-    def __init__(self, *, room=1 << 20, locked=True, dice=None) -> None:
+    def __init__(self, *, room=1 << 20, locked=True, dice=None):
         self.streams = Held(room, dice)
         self.caches = [torch.zeros(BLOCKS, ROW, dtype=torch.uint8) for _ in range(LAYERS)]
         regions = regions_of(
@@ -37,44 +34,44 @@ class Machine:
         self.streams.run()
 
     @property
-    def copier(self) -> StagedCopier:
+    def copier(self):
         assert isinstance(self.paged._copier, StagedCopier)
         return self.paged._copier
 
-    def write(self, values: Model) -> None:
+    def write(self, values):
         """Queue the forward pass's writes of whole blocks."""
 
-        def forward() -> None:
+        def forward():
             for block, value in values.items():
                 for cache in self.caches:
                     cache[block] = value
 
         self.streams.do(self.streams.engine, forward)
 
-    def read(self, blocks: Sequence[int], into: list[list[int]]) -> None:
+    def read(self, blocks, into):
         """Queue the forward pass's look at blocks."""
         self.streams.do(self.streams.engine, lambda: into.append(self.blocks(blocks)))
 
-    def blocks(self, blocks: Sequence[int]) -> list[int]:
+    def blocks(self, blocks):
         """What they hold now. -1 where a block is torn."""
         return [value_of(torch.stack([cache[block] for cache in self.caches])) for block in blocks]
 
-    def save(self, part: torch.Tensor, blocks: Sequence[int]) -> Copy:
+    def save(self, part, blocks):
         """The engine may overwrite the blocks afterwards."""
         copy = self.paged.save([(part, 0, blocks)])
         self.paged.settle()
         return copy
 
-    def load(self, part: torch.Tensor, blocks: Sequence[int], first: int = 0) -> Copy:
+    def load(self, part, blocks, first=0):
         return self.paged.load([(part, first, blocks)])
 
 
-def value_of(values: torch.Tensor) -> int:
+def value_of(values):
     first = int(values.flatten()[0])
     return first if bool((values == first).all()) else -1
 
 
-def slot(values: Sequence[int] | None = None) -> torch.Tensor:
+def slot(values=None):
     part = torch.zeros(CHUNK, dtype=torch.uint8)
     if values is not None:
         part.view(LAYERS, PER_CHUNK, ROW)[:] = torch.tensor(values, dtype=torch.uint8).view(
@@ -83,7 +80,7 @@ def slot(values: Sequence[int] | None = None) -> torch.Tensor:
     return part
 
 
-def held(part: torch.Tensor) -> list[int]:
+def held(part):
     rows = part.view(LAYERS, PER_CHUNK, ROW)
     return [value_of(rows[:, index]) for index in range(PER_CHUNK)]
 
@@ -91,7 +88,7 @@ def held(part: torch.Tensor) -> list[int]:
 # ---- saves ---------------------------------------------------------------------------------------
 
 
-def test_a_save_returns_before_anything_ran_and_is_done_after_its_dma() -> None:
+def test_a_save_returns_before_anything_ran_and_is_done_after_its_dma():
     machine, part = Machine(), slot()
     before = machine.streams.turns
     machine.write({0: 1, 1: 2, 2: 3})
@@ -106,7 +103,7 @@ def test_a_save_returns_before_anything_ran_and_is_done_after_its_dma() -> None:
     assert held(part) == [1, 2, 3]
 
 
-def test_the_engine_overwrites_saved_blocks_after_the_gather_and_before_the_dma() -> None:
+def test_the_engine_overwrites_saved_blocks_after_the_gather_and_before_the_dma():
     machine, part = Machine(), slot()
     machine.write({0: 1, 1: 1, 2: 1})
     copy = machine.save(part, [0, 1, 2])
@@ -124,7 +121,7 @@ def test_the_engine_overwrites_saved_blocks_after_the_gather_and_before_the_dma(
 @pytest.mark.parametrize(
     ("room", "goes_on"), [(6 * CHUNK, True), (4 * CHUNK, False), (CHUNK, False)]
 )
-def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(room, goes_on) -> None:
+def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(room, goes_on):
     machine, parts = Machine(room=room), [slot() for _ in range(3)]
     machine.write({block: block + 1 for block in range(BLOCKS)})
     copy = machine.paged.save(
@@ -140,7 +137,7 @@ def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(room, goes_
     assert [held(part) for part in parts] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
-def test_an_engine_whose_blocks_stay_as_they_are_waits_for_no_dma_until_they_may_change() -> None:
+def test_an_engine_whose_blocks_stay_as_they_are_waits_for_no_dma_until_they_may_change():
     machine, parts = Machine(room=CHUNK), [slot(), slot()]
     machine.write({block: block + 1 for block in range(6)})
     copies = [
@@ -163,7 +160,7 @@ def test_an_engine_whose_blocks_stay_as_they_are_waits_for_no_dma_until_they_may
 # ---- loads ---------------------------------------------------------------------------------------
 
 
-def test_neither_the_forward_pass_nor_the_host_waits_for_a_load() -> None:
+def test_neither_the_forward_pass_nor_the_host_waits_for_a_load():
     machine, seen = Machine(), list[list[int]]()
     before = machine.streams.turns
     copy = machine.load(slot([4, 5, 6]), [8, 0, 3])
@@ -179,7 +176,7 @@ def test_neither_the_forward_pass_nor_the_host_waits_for_a_load() -> None:
     assert machine.blocks([8, 0, 3]) == [4, 5, 6]
 
 
-def test_a_loads_dma_runs_ahead_but_no_block_changes_while_the_engine_still_reads_it() -> None:
+def test_a_loads_dma_runs_ahead_but_no_block_changes_while_the_engine_still_reads_it():
     machine, seen = Machine(), list[list[int]]()
     machine.write({0: 1, 1: 1, 2: 1})
     machine.read([0, 1, 2], seen)
@@ -193,7 +190,7 @@ def test_a_loads_dma_runs_ahead_but_no_block_changes_while_the_engine_still_read
     assert machine.blocks([0, 1, 2]) == [7, 7, 7]
 
 
-def test_a_load_tells_how_long_the_device_took_for_it() -> None:
+def test_a_load_tells_how_long_the_device_took_for_it():
     machine = Machine()
     copy = machine.load(slot([1, 2, 3]), [0, 1, 2])
     assert not copy.seconds
@@ -205,7 +202,7 @@ def test_a_load_tells_how_long_the_device_took_for_it() -> None:
 # ---- slots that are not page-locked --------------------------------------------------------------
 
 
-def test_an_unlocked_slot_is_written_by_the_host_once_the_dma_into_a_buffer_is_through() -> None:
+def test_an_unlocked_slot_is_written_by_the_host_once_the_dma_into_a_buffer_is_through():
     machine, part = Machine(locked=False), slot()
     machine.write({0: 1, 1: 2, 2: 3})
     copy = machine.save(part, [0, 1, 2])
@@ -216,7 +213,7 @@ def test_an_unlocked_slot_is_written_by_the_host_once_the_dma_into_a_buffer_is_t
     assert held(part) == [1, 2, 3]
 
 
-def test_two_buffers_serve_any_number_of_unlocked_slots() -> None:
+def test_two_buffers_serve_any_number_of_unlocked_slots():
     machine, parts = Machine(locked=False), [slot() for _ in range(6)]
     machine.write({block: block + 1 for block in range(BLOCKS)})
     copy = machine.paged.save([(part, 0, range(at, at + 3)) for at, part in enumerate(parts)])
@@ -231,7 +228,7 @@ def test_two_buffers_serve_any_number_of_unlocked_slots() -> None:
     assert machine.streams.host_buffers == 2
 
 
-def test_buffers_are_not_written_while_their_memory_may_still_be_used_by_the_engine() -> None:
+def test_buffers_are_not_written_while_their_memory_may_still_be_used_by_the_engine():
     streams, seen = Held(), list[str]()
     streams.do(streams.engine, lambda: seen.append("what had the memory before"))
     regions = regions_of({"layer": torch.zeros(BLOCKS, ROW * LAYERS, dtype=torch.uint8)}, BLOCKS)
@@ -245,7 +242,7 @@ def test_buffers_are_not_written_while_their_memory_may_still_be_used_by_the_eng
     assert not any(stream.queue for stream in streams.all)
 
 
-def test_locked_slots_need_no_buffer_at_all() -> None:
+def test_locked_slots_need_no_buffer_at_all():
     machine = Machine()
     machine.save(slot(), [0, 1, 2]).wait()
     machine.load(slot(), [0, 1, 2]).wait()
@@ -255,17 +252,17 @@ def test_locked_slots_need_no_buffer_at_all() -> None:
 # ---- failures ------------------------------------------------------------------------------------
 
 
-def fail_at(machine: Machine, call: int) -> None:
+def fail_at(machine, call):
     """The ``call``-th thing queued is refused."""
     do, calls = machine.streams.do, [0]
 
-    def refusing(stream: Any, work: Callable[[], object]) -> None:
+    def refusing(stream, work):
         calls[0] += 1
         if calls[0] == call:
             raise RuntimeError("CUDA error: injected")
         do(stream, work)
 
-    machine.streams.do = refusing  # type: ignore[method-assign]
+    machine.streams.do = refusing
 
 
 @pytest.mark.parametrize("locked", [True, False])
@@ -273,7 +270,7 @@ def fail_at(machine: Machine, call: int) -> None:
     ("room", "call"), [*((2 * CHUNK, call) for call in range(1, 13)), (1 << 20, 1), (1 << 20, 2)]
 )
 @pytest.mark.parametrize("way", ["save", "load"])
-def test_a_call_that_fails_half_way_leaves_nothing_under_way(way, room, call, locked) -> None:
+def test_a_call_that_fails_half_way_leaves_nothing_under_way(way, room, call, locked):
     machine, parts = Machine(room=room, locked=locked), [slot([1, 2, 3]) for _ in range(3)]
     jobs = [(part, 0, [3 * at, 3 * at + 1, 3 * at + 2]) for at, part in enumerate(parts)]
     earlier, waiting = slot(), machine.streams
@@ -299,10 +296,10 @@ def test_a_call_that_fails_half_way_leaves_nothing_under_way(way, room, call, lo
 
 
 @pytest.mark.parametrize("locked", [True, False])
-def test_a_copy_that_failed_on_the_device_is_never_done(locked: bool) -> None:
+def test_a_copy_that_failed_on_the_device_is_never_done(locked):
     machine = Machine(locked=locked)
 
-    def broken() -> None:
+    def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     machine.streams.do(machine.streams.engine, broken)
@@ -322,7 +319,7 @@ class Walk:
     """A random run of an engine against a plain model, over streams that go on in a random order.
     Some saves go on reading until their blocks are to change."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.dice = random.Random(seed)
         room, locked = (
             self.dice.choice([CHUNK, 2 * CHUNK, 4 * CHUNK, 7 * CHUNK, 1 << 20]),
@@ -339,34 +336,34 @@ class Walk:
         """Blocks for whose readers the engine does not wait yet."""
         self.value = 0
 
-    def step(self) -> None:
+    def step(self):
         self.dice.choice([self.write, self.save, self.load, self.read])()
         for _ in range(self.dice.randrange(8)):
             self.machine.streams.turn()
         self.settle()
 
-    def usable(self) -> list[int]:
+    def usable(self):
         """Blocks that no load is under way to: the engine uses no others."""
         loading = {block for _, fresh in self.loads.values() for block in fresh}
         return [block for block in range(BLOCKS) if block not in loading]
 
-    def sample(self, count: int) -> list[int]:
+    def sample(self, count):
         usable = self.usable()
         return self.dice.sample(usable, count) if len(usable) >= count else []
 
-    def write(self) -> None:
+    def write(self):
         self.value = self.value % 250 + 1
         fresh = dict.fromkeys(self.sample(2), self.value)
         self.blocks |= fresh
         self.reuse(fresh)
         self.machine.write(fresh)
 
-    def read(self) -> None:
+    def read(self):
         usable = self.usable()
         self.expected.append([self.blocks[block] for block in usable])
         self.machine.read(usable, self.seen)
 
-    def save(self) -> None:
+    def save(self):
         free = [index for index in range(len(self.slots)) if index not in self.saves | self.loads]
         blocks = self.sample(PER_CHUNK)
         if free and blocks:
@@ -379,13 +376,13 @@ class Walk:
             if self.dice.random() < 0.5:
                 self.reuse(self.reading)
 
-    def reuse(self, blocks: Collection[int]) -> None:
+    def reuse(self, blocks):
         """These are to be overwritten."""
         if not self.reading.isdisjoint(blocks):
             self.machine.paged.settle()
             self.reading.clear()
 
-    def load(self) -> None:
+    def load(self):
         whole = [
             index
             for index, values in enumerate(self.holds)
@@ -401,7 +398,7 @@ class Walk:
                 self.reuse(fresh)
                 self.loads[index] = self.machine.load(self.slots[index], blocks, first), fresh
 
-    def settle(self) -> None:
+    def settle(self):
         for index, (copy, wanted) in list(self.saves.items()):
             if copy.done():
                 assert held(self.slots[index]) == wanted
@@ -414,7 +411,7 @@ class Walk:
                 self.holds[index] = None
                 del self.loads[index]
 
-    def end(self) -> None:
+    def end(self):
         self.machine.streams.run()
         self.settle()
         self.read()
@@ -425,7 +422,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_no_order_that_a_device_could_choose_gives_a_wrong_byte(seed: int) -> None:
+def test_no_order_that_a_device_could_choose_gives_a_wrong_byte(seed):
     walk = Walk(seed)
     for _ in range(40):
         walk.step()
@@ -435,7 +432,7 @@ def test_no_order_that_a_device_could_choose_gives_a_wrong_byte(seed: int) -> No
 # ---- CUDA's own ----------------------------------------------------------------------------------
 
 
-def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_streams_are_torchs_own(monkeypatch):
     """All that can be said of them without a device: they call what torch has, with what it
     takes."""
     stream, event = (
@@ -446,7 +443,7 @@ def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made = create_autospec(torch.cuda.Event, return_value=event)
     welcomed = list[Any]()
 
-    def enter(one: Any) -> nullcontext[None]:
+    def enter(one):
         welcomed.append(one)
         return nullcontext()
 
@@ -469,6 +466,6 @@ def test_cuda_streams_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("free", "room"), [(80 << 30, 512 << 20), (80 << 20, 10 << 20), (95 << 20, 10 << 20)]
 )
-def test_staging_takes_a_part_of_what_is_free(monkeypatch, free, room) -> None:
+def test_staging_takes_a_part_of_what_is_free(monkeypatch, free, room):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 96 << 30))
     assert CudaStreams(torch.device("cuda", 0)).room == room

@@ -1,14 +1,11 @@
 """The connector's worker half: what is confirmed when, what failures spoil, how long copies make a
 step."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +38,7 @@ BLOCK_TOKENS, CHUNK_TOKENS = 16, 32
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
+def imported():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,7 +46,7 @@ def imported() -> None:
         importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
 
 
-def _layers() -> Any:
+def _layers():
     from kvtier.connectors.vllm.worker_side.worker import GroupLayers
 
     return GroupLayers(frozenset({"layer.0"}), PER_CHUNK, BLOCKS)
@@ -60,14 +57,7 @@ class Rank:
     of CPU tensors. ``clock``: what a step's copies are timed by, which end it after milliseconds.
     It stands still unless a test gives another."""
 
-    def __init__(
-        self,
-        *,
-        held: bool = True,
-        clock: Callable[[], float] = lambda: 0.0,
-        slot_bytes: int = SLOT,
-        parts: Any = (((0, True),),),
-    ) -> None:
+    def __init__(self, *, held=True, clock=lambda: 0.0, slot_bytes=SLOT, parts=(((0, True),),)):
         from kvtier.connectors.vllm.metadata import PoolAddress
         from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
@@ -86,12 +76,12 @@ class Rank:
             self.streams.run()
         self.number = 0
 
-    def job(self, number: int, slots: list[int], blocks: list[int]) -> Any:
+    def job(self, number, slots, blocks):
         from kvtier.connectors.vllm.metadata import Job, Move
 
         return Job(number, self.address, [Move(0, slots, blocks)], f"r{number}", len(blocks))
 
-    def step(self, loads=(), saves=(), seen=0, forward=None, renewed=()) -> Any:
+    def step(self, loads=(), saves=(), seen=0, forward=None, renewed=()):
         """vLLM's calls of one step, in its order; the report."""
         from kvtier.connectors.vllm.metadata import StepMetadata
 
@@ -105,7 +95,7 @@ class Rank:
         metadata.renewed = dict(renewed)
         return self.planned(metadata, forward)
 
-    def planned(self, metadata: Any, forward: Callable[[], None] | None = None) -> Any:
+    def planned(self, metadata, forward=None):
         self.half.begin(metadata)
         if forward is not None:
             self.streams.do(self.streams.engine, forward)
@@ -115,22 +105,22 @@ class Rank:
         self.bad, self.left = self.half.failed_blocks()
         return self.half.report()
 
-    def fill(self, block: int, value: int) -> Callable[[], None]:
-        def forward() -> None:
+    def fill(self, block, value):
+        def forward():
             self.cache[block : block + PER_CHUNK] = value
 
         return forward
 
-    def held(self, slot: int) -> set[int]:
+    def held(self, slot):
         return set(bytes(self.pool.view(slot)))
 
-    def mend(self) -> None:
+    def mend(self):
         for stream in self.streams.all:
             stream.error = None
 
 
 @pytest.fixture
-def rank() -> Iterator[Rank]:
+def rank():
     rank = Rank()
     yield rank
     rank.streams.run()
@@ -138,7 +128,7 @@ def rank() -> Iterator[Rank]:
     rank.pool.close()
 
 
-def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step() -> None:
+def test_on_cpu_tensors_every_copy_is_confirmed_by_its_own_step():
     rank = Rank(held=False, clock=time.perf_counter)
     rank.fill(2, 7)()
     saved = rank.step(saves=[rank.job(1, [0], [2, 3])])
@@ -165,9 +155,7 @@ SILENT = (((0, False),),)
     [(LAST, True), (BEFORE_ANOTHER, False), (BEFORE_A_COPY, True), (ON_TWO_HOSTS, True)],
 )
 @pytest.mark.parametrize("held", [True, False])
-def test_what_no_rank_writes_of_a_slot_is_cleared_by_the_last_that_writes(
-    parts: Any, cleared: bool, held: bool
-) -> None:
+def test_what_no_rank_writes_of_a_slot_is_cleared_by_the_last_that_writes(parts, cleared, held):
     """A piece of a smaller group ends megabytes before its slot does. The slot held another
     tenant's chunk, and a client by TCP gets whole slots."""
     rank = Rank(held=held, slot_bytes=2 * SLOT, parts=parts)
@@ -181,7 +169,7 @@ def test_what_no_rank_writes_of_a_slot_is_cleared_by_the_last_that_writes(
     rank.half.close()
 
 
-def test_a_rank_that_writes_nothing_and_a_load_clear_nothing() -> None:
+def test_a_rank_that_writes_nothing_and_a_load_clear_nothing():
     rank = Rank(held=False, slot_bytes=2 * SLOT, parts=SILENT)
     rank.pool.view(0)[:] = b"\xff" * 2 * SLOT
     rank.step(saves=[rank.job(1, [0], [2, 3])])
@@ -190,10 +178,10 @@ def test_a_rank_that_writes_nothing_and_a_load_clear_nothing() -> None:
     rank.half.close()
 
 
-def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(monkeypatch) -> None:
+def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(monkeypatch):
     rank, touched, touch = Rank(held=False), list[tuple[int, int, int]](), Pool.touch
 
-    def noted(pool: Pool, slot: int, begin: int, end: int) -> None:
+    def noted(pool, slot, begin, end):
         touched.append((slot, begin, end))
         touch(pool, slot, begin, end)
 
@@ -205,7 +193,7 @@ def test_a_slots_pages_are_mapped_when_it_is_first_used_and_only_then(monkeypatc
     rank.half.close()
 
 
-def test_a_save_is_confirmed_by_the_first_step_that_finds_its_dma_through(rank: Rank) -> None:
+def test_a_save_is_confirmed_by_the_first_step_that_finds_its_dma_through(rank):
     assert not rank.step(saves=[rank.job(1, [0], [2, 3])], forward=rank.fill(2, 7)).done
     assert not rank.step(forward=rank.fill(2, 9)).done
     rank.streams.run()
@@ -217,9 +205,7 @@ def test_a_save_is_confirmed_by_the_first_step_that_finds_its_dma_through(rank: 
     assert not rank.step().done
 
 
-def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_last_one(
-    rank: Rank,
-) -> None:
+def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_last_one(rank):
     rank.pool.view(1)[:] = b"\5" * SLOT
     first = rank.step([rank.job(1, [1], [4, 5])])
     assert not first.done
@@ -240,9 +226,7 @@ def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_la
     assert third.load_s == pytest.approx(copy.seconds * 2)
 
 
-def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_no_save(
-    rank: Rank,
-) -> None:
+def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_no_save(rank):
     report = rank.step([rank.job(1, [99], [4, 5])], saves=[rank.job(2, [0], [6, 7])])
     assert (rank.ended, rank.failed, rank.bad) == ({"r1"}, {"r1"}, {4, 5})
     assert dict(report.failed) == {1: 1}
@@ -251,7 +235,7 @@ def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_n
     assert not rank.ended
 
 
-def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(rank) -> None:
+def test_a_load_that_fails_on_the_device_is_told_when_it_is_found_and_spoils_no_save(rank):
     rank.step([rank.job(2, [1], [4, 5])], saves=[rank.job(3, [2], [1, 2])])
     rank.streams.all[4].error = RuntimeError("CUDA error: injected")  # the stream that scatters
     rank.streams.run()
@@ -265,13 +249,13 @@ class SlowCopies:
     """A clock that stands still but for copies, each of which takes ``copy_s``, and for what a test
     adds."""
 
-    def __init__(self, rank: Rank, copy_s: float) -> None:
+    def __init__(self, rank, copy_s):
         self.now, self.copy_s, self.copied = 0.0, copy_s, 0
         self._load = rank.half._paged[0].load
         rank.half._clock = lambda: self.now
-        rank.half._paged[0].load = self.load  # type: ignore[method-assign]
+        rank.half._paged[0].load = self.load
 
-    def load(self, jobs: Any) -> Any:
+    def load(self, jobs):
         self.now += self.copy_s * len(jobs)
         self.copied += len(jobs)
         return self._load(jobs)
@@ -282,11 +266,11 @@ class SlowCopies:
     [(0.0, 3), (0.04, 3), (0.2, 5), (None, 25)],
     ids=["no time", "decoding", "a long prefill", "nothing computed"],
 )
-def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(forward_s, a_step) -> None:
+def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(forward_s, a_step):
     rank = Rank(held=False)
     clock = SlowCopies(rank, 0.002)
 
-    def forward() -> None:
+    def forward():
         clock.now += forward_s or 0.0
 
     computes = None if forward_s is None else forward
@@ -305,12 +289,12 @@ def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(forward_
     rank.half.close()
 
 
-def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on() -> None:
+def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on():
     rank = Rank(held=False)
     clock = SlowCopies(rank, 0.002)
     sound = clock.load
 
-    def failing(jobs: Any) -> Any:
+    def failing(jobs):
         if clock.copied == 1:
             clock.copied += 1
             raise OSError("injected")
@@ -323,7 +307,7 @@ def test_a_load_that_fails_half_way_fails_whole_and_the_next_one_goes_on() -> No
     rank.half.close()
 
 
-def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> None:
+def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced():
     rank = Rank(held=False)
     SlowCopies(rank, 0.06)
     rank.step([rank.job(1, [0, 1], [1, 2, 3, 6])])
@@ -337,7 +321,7 @@ def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced() -> 
     rank.half.close()
 
 
-def two_parts(rank: Rank, *slots: int) -> list[Any]:
+def two_parts(rank, *slots):
     """Of a load of six blocks, of which its end keeps the first four."""
     from kvtier.connectors.vllm.metadata import LoadEnd
 
@@ -350,7 +334,7 @@ def two_parts(rank: Rank, *slots: int) -> list[Any]:
     ]
 
 
-def test_a_load_in_parts_has_ended_with_the_part_that_says_so(rank: Rank) -> None:
+def test_a_load_in_parts_has_ended_with_the_part_that_says_so(rank):
     first, last = two_parts(rank, 0, 1)
     rank.step([first])
     rank.streams.run()
@@ -369,8 +353,8 @@ def test_a_load_in_parts_has_ended_with_the_part_that_says_so(rank: Rank) -> Non
     ("slots", "left"), [((99, 1), {1, 2, 6, 7}), ((0, 99), {4, 5, 6, 7})], ids=["first", "last"]
 )
 def test_a_rank_leaves_what_it_could_not_copy_of_a_load_when_its_other_copies_are_through(
-    rank: Rank, slots: tuple[int, int], left: set[int]
-) -> None:
+    rank, slots, left
+):
     report = rank.step(two_parts(rank, *slots))
     assert dict(report.failed) == {3 if slots[0] == 99 else 4: 1}
     assert not rank.ended and not rank.left, "a part is being copied"
@@ -379,9 +363,7 @@ def test_a_rank_leaves_what_it_could_not_copy_of_a_load_when_its_other_copies_ar
     assert (rank.ended, rank.left) == ({"one"}, left)
 
 
-def test_nothing_stays_of_a_load_in_parts_when_the_weights_are_replaced_before_its_last_part() -> (
-    None
-):
+def test_nothing_stays_of_a_load_in_parts_when_the_weights_are_replaced_before_its_last_part():
     rank = Rank(held=False)
     SlowCopies(rank, 0.06)
     first, last = two_parts(rank, 0, 1)
@@ -393,9 +375,7 @@ def test_nothing_stays_of_a_load_in_parts_when_the_weights_are_replaced_before_i
     rank.half.close()
 
 
-def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_scheduler_knows(
-    rank: Rank,
-) -> None:
+def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_scheduler_knows(rank):
     rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
     rank.model.other = True
@@ -414,7 +394,7 @@ def test_nothing_is_loaded_or_saved_after_the_weights_were_replaced_until_the_sc
     assert dict(rank.step(seen=9).done) == {5: 1}
 
 
-def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Rank) -> None:
+def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank):
     rank.model.other = True
     report = rank.step(saves=[rank.job(1, [0], [1, 2])], forward=rank.fill(1, 3))
     rank.streams.run()
@@ -422,7 +402,7 @@ def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank: Ra
     assert not dict(rank.step().done)
 
 
-def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning() -> None:
+def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning():
     from kvtier.connectors.vllm.metadata import Job, Move
 
     rank = Rank(held=False)
@@ -435,7 +415,7 @@ def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning
     rank.pool.close()
 
 
-def test_every_rank_s_word_on_a_job_counts() -> None:
+def test_every_rank_s_word_on_a_job_counts():
     from kvtier.connectors.vllm.metadata import StepReport
 
     one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}))
@@ -448,14 +428,14 @@ def test_every_rank_s_word_on_a_job_counts() -> None:
     assert merged.replacements == {0: 2, 1: 1}
 
 
-def test_a_worker_tells_what_its_model_resolved_to(rank: Rank) -> None:
+def test_a_worker_tells_what_its_model_resolved_to(rank):
     told = rank.half.layout()
     assert told is not None
     assert (told.model, told.weights) == ({}, None)
     assert told.description["backends"] == ["test"]
 
 
-def test_a_save_that_failed_on_the_device_spoils_no_other(rank: Rank) -> None:
+def test_a_save_that_failed_on_the_device_spoils_no_other(rank):
     rank.step(saves=[rank.job(1, [0], [1, 2])])
     rank.streams.all[2].error = RuntimeError("CUDA error: injected")  # the stream of DMAs to slots
     rank.streams.run()
@@ -467,12 +447,12 @@ def test_a_save_that_failed_on_the_device_spoils_no_other(rank: Rank) -> None:
     assert rank.held(1) == {8}
 
 
-def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank: Rank) -> None:
+def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank):
     driver, lane = Driver(), ManualLane()
     rank.half._pools._pinning = Pinning(None, runtime=driver, lane=lane, capturing=lambda: False)
     rank.step(saves=[rank.job(1, [0], [2, 3])], forward=rank.fill(2, 7))
     lane.run()
-    gone, rank.address = rank.address, None  # type: ignore[assignment]
+    gone, rank.address = rank.address, None
     rank.step()
     assert set(rank.half._pools.mapped) == {gone}
     assert driver.held
@@ -484,7 +464,7 @@ def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank: Rank) -
     assert rank.held(0) == {7}
 
 
-def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step() -> None:
+def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step():
     rank = Rank(held=False)
     gone, rank.address = rank.address, replace(rank.address, path="/proc/1/fd/99999")
     first = rank.step([rank.job(1, [0], [2, 3])])
@@ -499,8 +479,8 @@ def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step() -> None:
 
 
 def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_graph_is_captured(
-    rank: Rank,
-) -> None:
+    rank,
+):
     driver, lane, capturing = Driver(), ManualLane(), [True]
     rank.half._pools._pinning = Pinning(
         None, runtime=driver, lane=lane, capturing=lambda: capturing[0]
@@ -515,7 +495,7 @@ def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_g
     assert sum(driver.held.values()) == 4 * SLOT
 
 
-def test_a_rank_locks_its_own_part_of_the_pool(rank: Rank) -> None:
+def test_a_rank_locks_its_own_part_of_the_pool(rank):
     begun = list[Any]()
     rank.half._pools._pinning = pinning = create_autospec(Pinning, instance=True)
     pinning.begin.side_effect = lambda *given, is_lent: begun.append((*given[1:], is_lent))
@@ -525,8 +505,8 @@ def test_a_rank_locks_its_own_part_of_the_pool(rank: Rank) -> None:
 
 
 def test_slots_that_a_server_took_new_memory_for_are_locked_anew_before_they_are_copied(
-    rank: Rank, tmp_path: Path
-) -> None:
+    rank, tmp_path
+):
     driver, lane, locked = Driver(), ManualLane(), list[bool]()
     rank.half._pools._pinning = pinning = Pinning(
         None, runtime=driver, lane=lane, capturing=lambda: False, rest=lambda _: None
@@ -558,10 +538,10 @@ def test_slots_that_a_server_took_new_memory_for_are_locked_anew_before_they_are
     assert locked == [False, True]
 
 
-def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank, monkeypatch) -> None:
+def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank, monkeypatch):
     tried, join = list[str](), SharedPool.join
 
-    def noted(path: str, *given: Any) -> Any:
+    def noted(path, *given):
         tried.append(path)
         return join(path, *given)
 
@@ -581,9 +561,7 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank, monkeypatch) 
     assert set(rank.half._pools.mapped) == {sound}
 
 
-def test_the_pool_of_a_restarted_server_is_mapped_anew_though_it_lies_where_the_last_one_did() -> (
-    None
-):
+def test_the_pool_of_a_restarted_server_is_mapped_anew_though_it_lies_where_the_last_one_did():
     """No step may have come in between. What a worker copied from the pool of before would be the
     KV of other tokens."""
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
@@ -613,7 +591,7 @@ def test_the_pool_of_a_restarted_server_is_mapped_anew_though_it_lies_where_the_
 
 
 @pytest.mark.parametrize("kind", ["xpu", "meta"])
-def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> None:
+def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind):
     from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
 
     cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8, device="meta")
@@ -633,7 +611,7 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind: str) -> 
         WorkerHalf(0, [_layers()], {"layer.0": cache}, StillModel())
 
 
-def test_closing_waits_for_copies_under_way(rank: Rank) -> None:
+def test_closing_waits_for_copies_under_way(rank):
     rank.step(saves=[rank.job(1, [0], [2, 3])], forward=rank.fill(2, 7))
     rank.half.close()
     assert not rank.half._pools.mapped
@@ -643,7 +621,7 @@ def test_closing_waits_for_copies_under_way(rank: Rank) -> None:
 # ---- both halves ---------------------------------------------------------------------------------
 
 
-def output(request: Any | None = None, blocks: list[int] | None = None) -> Any:
+def output(request=None, blocks=None):
     """vLLM's plan of a step: all of a new request, or nothing."""
     new = (
         []
@@ -663,14 +641,14 @@ def output(request: Any | None = None, blocks: list[int] | None = None) -> Any:
     )
 
 
-def prompt() -> Any:
+def prompt():
     return vllm_request(range(CHUNK_TOKENS + 1))
 
 
 LAYOUT = ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,))
 
 
-def scheduling(store: Any, clock: Clock) -> Any:
+def scheduling(store, clock):
     """The scheduler's half for one rank."""
     from kvtier.connectors.vllm.groups import Geometry, Group, Kind
     from kvtier.load_policy.decide import LoadPolicy
@@ -680,7 +658,7 @@ def scheduling(store: Any, clock: Clock) -> Any:
     return scheduler_half(store, LAYOUT, geometry, (((0, True),),), load_policy)
 
 
-def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(rank: Rank) -> None:
+def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(rank):
     """vLLM calls it when its graphs are captured. If one were captured then, locking would wait."""
     driver, lane, capturing = Driver(), ManualLane(), [True]
     rank.half._pools._pinning = Pinning(
@@ -698,7 +676,7 @@ def test_an_engine_that_nobody_asks_takes_one_step_that_begins_to_lock_its_pool(
     assert sum(driver.held.values()) == 4 * SLOT
 
 
-def test_no_step_is_taken_for_a_pool_that_is_not_there_and_one_for_each_that_comes(rank) -> None:
+def test_no_step_is_taken_for_a_pool_that_is_not_there_and_one_for_each_that_comes(rank):
     store: Any = Store(rank.pool, [])
     scheduler = scheduling(store, Clock(100.0))
     store.pool = None
@@ -712,9 +690,7 @@ def test_no_step_is_taken_for_a_pool_that_is_not_there_and_one_for_each_that_com
 
 
 @pytest.mark.parametrize("through", [True, False])
-def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
-    rank: Rank, through: bool
-) -> None:
+def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(rank, through):
     clock = Clock(100.0)
     store = Store(rank.pool, [], clock=clock)
     scheduler = scheduling(store, clock)
@@ -738,11 +714,11 @@ def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
 
 
 def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_may_write_them(
-    rank: Rank,
-) -> None:
+    rank,
+):
     from kvtier.connectors.vllm.metadata import StepMetadata
 
-    def step(number: int, value: int, saves: Any = (), **says: Any) -> None:
+    def step(number, value, saves=(), **says):
         metadata = StepMetadata(rank.address, [], list(saves), number, computes=True, **says)
         rank.planned(metadata, rank.fill(2, value))
 

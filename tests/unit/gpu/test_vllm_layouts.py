@@ -4,8 +4,6 @@ and allocator make them: what is copied to a slot and back is every byte of a bl
 No CPU kernel writes most of these. To a copier a block is bytes, so numbers stand for them.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable
@@ -52,7 +50,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def spec_of(mode: str, padded: bool = False) -> Any:
+def spec_of(mode, padded=False):
     """A layer of two heads (one where attention is latent), packed as its backend packs it."""
     quantised = interface.KVQuantMode[mode]
     given: dict[str, Any] = {"block_size": 4, "dtype": torch.bfloat16, "kv_quant_mode": quantised}
@@ -81,7 +79,7 @@ def spec_of(mode: str, padded: bool = False) -> Any:
     return spec
 
 
-def caches_of(spec: Any, layout: str, device: str = "cpu") -> dict[str, torch.Tensor]:
+def caches_of(spec, layout, device="cpu"):
     """vLLM's tensors by layer, over one allocation of its own on the device."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.worker.utils import allocate_kv_cache
@@ -103,7 +101,7 @@ def caches_of(spec: Any, layout: str, device: str = "cpu") -> dict[str, torch.Te
     return made
 
 
-def copied(caches: dict[str, torch.Tensor], way: dict[str, Any]) -> None:
+def copied(caches, way):
     """Saves two blocks and loads them elsewhere. No byte differs from a copy by vLLM's views."""
     memory = next(iter(caches.values())).untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
@@ -130,14 +128,14 @@ def copied(caches: dict[str, torch.Tensor], way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != REFUSED])
-def test_every_byte_of_a_block_is_copied_and_no_other(layout: str, mode: str, way: str) -> None:
+def test_every_byte_of_a_block_is_copied_and_no_other(layout, mode, way):
     copied(caches_of(spec_of(mode), layout), WAYS[way]())
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["NONE", "INT8_PER_TOKEN_HEAD", "NVFP4"])
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_what_pads_a_page_is_not_copied(layout: str, mode: str, way: str) -> None:
+def test_what_pads_a_page_is_not_copied(layout, mode, way):
     spec = spec_of(mode, padded=True)
     caches = caches_of(spec, layout)
     copied(caches, WAYS[way]())
@@ -146,12 +144,12 @@ def test_what_pads_a_page_is_not_copied(layout: str, mode: str, way: str) -> Non
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in LATENT])
-def test_layers_inside_a_head_are_refused_by_name(mode: str) -> None:
+def test_layers_inside_a_head_are_refused_by_name(mode):
     with pytest.raises(LayoutError, match=r"(?s)layer a .*not dense.*KV cache layout"):
         regions_of(caches_of(spec_of(mode), REFUSED), BLOCKS)
 
 
-def test_each_mode_has_the_bytes_that_vllm_counts() -> None:
+def test_each_mode_has_the_bytes_that_vllm_counts():
     for mode in MODES:
         spec = spec_of(mode)
         regions = regions_of(caches_of(spec, "LBHNC"), BLOCKS)

@@ -1,7 +1,5 @@
 """What is known of an engine from its events: as much as it said, and never more."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -10,15 +8,13 @@ import pytest
 from kvtier.core.steps import whole
 from kvtier.extensions.engine_index.picture import Picture, PromptBlocks
 from kvtier.protocol import kv_events
-from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvtier.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 BLOCK = 4
 TOKENS = list(range(100, 100 + 6 * BLOCK))
 
 
-def stored(
-    first: int, last: int, medium: str | None = "GPU", tokens: list[int] | None = None, **more: Any
-) -> BlockStored:
+def stored(first, last, medium="GPU", tokens=None, **more):
     """The blocks from ``first`` to before ``last`` of a prompt. Their hashes are made of the
     prompt's beginning, as vLLM's are."""
     tokens = TOKENS if tokens is None else tokens
@@ -35,17 +31,17 @@ def stored(
     return BlockStored(**(given | more))
 
 
-def removed(first: int, last: int, medium: str | None = "GPU", **more: Any) -> BlockRemoved:
+def removed(first, last, medium="GPU", **more):
     return BlockRemoved(stored(first, last).block_hashes, medium, **more)
 
 
-def picture(*events: Event, most: int = 1000) -> Picture:
+def picture(*events, most=1000):
     made = Picture(most)
     whole(made.apply(events))
     return made
 
 
-def lookup(seen: Picture, tokens: list[int] | None = None, salt: str | None = None) -> Any:
+def lookup(seen, tokens=None, salt=None):
     """The tokens of all tiers together, and those of each."""
     found = whole(seen.lookup(PromptBlocks(TOKENS if tokens is None else tokens, salt)))
     return found.tokens // BLOCK, {tier: count // BLOCK for tier, count in found.items() if count}

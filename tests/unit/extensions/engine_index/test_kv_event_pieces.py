@@ -1,8 +1,6 @@
 """Long messages of KV events: what their pieces say is what the whole says, and no piece takes
 long."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from typing import Any
@@ -19,9 +17,7 @@ pack = msgspec.msgpack.encode
 NO_TOKENS: dict[str, Any] = {"token_ids": [], "extra_keys": None, "medium": "STORAGE"}
 
 
-def stored(
-    blocks: int, size: int = 16, rng: random.Random | None = None, **more: Any
-) -> BlockStored:
+def stored(blocks, size=16, rng=None, **more):
     rng = rng or random.Random(1)
     extras = [None, ["salt", 7, [1.5, {"a": b"b"}]]]
     hashes = [rng.choice([rng.randbytes(32), rng.getrandbits(63)]) for _ in range(blocks)]
@@ -38,20 +34,20 @@ def stored(
     return BlockStored(**(given | more))
 
 
-def message(*events: Event) -> bytes:
+def message(*events):
     return pack([1.5, list(events), 0])
 
 
-def raw(kind: str, **fields: Any) -> bytes:
+def raw(kind, **fields):
     return pack([1.5, [{"type": kind, "medium": None} | fields]])
 
 
-def listed(event: Any) -> list[Any]:
+def listed(event):
     """As vLLM 0.24 wrote it."""
     return [type(event).__name__, *(getattr(event, name) for name in event.__struct_fields__)]
 
 
-def pictured(events: list[Event]) -> Any:
+def pictured(events):
     seen = Picture(1 << 20)
     whole(seen.apply(events))
     groups = {number: (group.known, group.held) for number, group in seen._groups.items()}

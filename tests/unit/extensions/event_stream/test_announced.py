@@ -1,15 +1,13 @@
 """What a server publishes: chunks that are there, once a place, under one engine's hashes, and
 withdrawn when they leave. It keeps no tokens, and no engine takes all of the room."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.extensions.event_stream import announced as announced_module
@@ -27,7 +25,7 @@ LAYOUT = ChunkLayout(fingerprint({"model": "announced"}), CHUNK, BLOCK, (SLOT,))
 CLEARED = ("AllBlocksCleared", "", b"")
 
 
-def event(number: int = 0, engine: bytes = b"e", **more: Any) -> BlockStored:
+def event(number=0, engine=b"e", **more):
     """Of chunk ``number`` of the prompt. Each ``engine`` has hashes of its own."""
     names = [
         engine + bytes([block]) for block in range(2 * number - 1, 2 * number + 2) if block + 1
@@ -51,16 +49,16 @@ KEYS = LAYOUT.keys([token for number in range(9) for token in [number] * CHUNK])
 class Bench:
     """A Store of eight slots over one tier, and what is published of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lane = ManualLane()
         self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
         self.events: list[Event] = []
         self.announced = Announced(self.events.append)
 
-    def session(self, owner: int = 1) -> Session:
+    def session(self, owner=1):
         return Session(self.store, owner, announced=self.announced)
 
-    def heard(self) -> list[tuple[str, str, bytes]]:
+    def heard(self):
         """Kind, medium and first hash of each event since the last call."""
         whole(self.announced.following())
         events, told = list(self.events), []
@@ -75,15 +73,13 @@ class Bench:
         return told
 
 
-def save(session: Session, keys: list[ChunkKey]) -> None:
+def save(session, keys):
     slots = session.answer(wire.Save(0, wire.joined(keys)))
     assert isinstance(slots, wire.Slots)
     session.answer(wire.Commit(slots.lease))
 
 
-def tell(
-    session: Session, number: int = 0, place: int = RAM, engine: bytes = b"e", **more: Any
-) -> None:
+def tell(session, number=0, place=RAM, engine=b"e", **more):
     session.answer(wire.Announce(KEYS[number], place, event(number, engine, **more)))
 
 

@@ -1,10 +1,7 @@
 """A server's publisher: where it listens, what it keeps for who comes late, and what it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ import zmq.asyncio
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.config.keys import Config
-from kvtier.config.streams import Stream, parse_one
+from kvtier.config.streams import parse_one
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.extensions.event_stream import publishing
@@ -27,7 +24,7 @@ from tests.server_process import short_folder
 END = (2**64 - 1).to_bytes(8, "big")
 
 
-def gone(number: int, blocks: int = 1) -> BlockRemoved:
+def gone(number, blocks=1):
     return BlockRemoved([number.to_bytes(8, "big")] * blocks, "CPU")
 
 
@@ -37,10 +34,10 @@ def at():
         yield parse_one(f"ipc://{folder}/events?replay=ipc://{folder}/replay")
 
 
-def during(at: Stream, act: Callable[[Any], Awaitable[None]]) -> None:
+def during(at, act):
     """Publish as a server does while ``act`` runs."""
 
-    async def scenario() -> None:
+    async def scenario():
         publisher = publishing.Publisher(at)
         server = Server(lambda slot_bytes: Store(Pool(2, 4096)), [])
         async with publisher.beside(server):
@@ -52,7 +49,7 @@ def during(at: Stream, act: Callable[[Any], Awaitable[None]]) -> None:
     asyncio.run(scenario())
 
 
-async def replayed(at: Stream, begin: int) -> list[tuple[int, list[Any]]]:
+async def replayed(at, begin):
     """Number and events of each message, asked as vLLM's subscribers do."""
     found = []
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -65,7 +62,7 @@ async def replayed(at: Stream, begin: int) -> list[tuple[int, list[Any]]]:
 
 
 def test_events_of_one_turn_are_one_message_and_the_first_says_that_nothing_holds(at):
-    async def act(publisher: Any) -> None:
+    async def act(publisher):
         await asyncio.sleep(0)
         for number in range(3):
             publisher._add(gone(number))
@@ -83,7 +80,7 @@ def test_what_is_kept_for_who_comes_late_is_bounded(at, monkeypatch):
     monkeypatch.setattr(publishing, "_KEPT_BYTES", 1000)
     monkeypatch.setattr(publishing, "_MESSAGE_BYTES", 1)
 
-    async def act(publisher: Any) -> None:
+    async def act(publisher):
         for number in range(20):
             publisher._add(gone(number))
         assert [number for number, _ in await replayed(at, 0)] == list(range(16, 21))
@@ -98,7 +95,7 @@ def test_what_is_kept_for_who_comes_late_is_bounded(at, monkeypatch):
 def test_a_client_that_does_not_read_its_replay_delays_no_other(at, monkeypatch):
     monkeypatch.setattr(publishing, "_PATIENCE_S", DEADLINE_S)
 
-    async def act(publisher: Any) -> None:
+    async def act(publisher):
         for number in range(100):
             publisher._add(gone(number, 10_000))
         with zmq.Context() as context, context.socket(zmq.DEALER) as stuck:
@@ -146,7 +143,7 @@ def test_subscribers_are_told_that_a_server_ends(at):
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(at.endpoint)
 
-        async def act(publisher: Any) -> None:
+        async def act(publisher):
             while not socket.poll(10):
                 publisher._add(gone(1))
                 await asyncio.sleep(0)

@@ -1,8 +1,6 @@
 """KV events by the Store's own changes: announced once a place, withdrawn when a chunk leaves,
 and withdrawn altogether when changes were lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -38,7 +36,7 @@ class Asked:
     lora_request = cache_salt = prompt_embeds = session_id = None
     mm_features: tuple[Any, ...] = ()
 
-    def __init__(self, first: int, chunks: int) -> None:
+    def __init__(self, first, chunks):
         self.all_token_ids = [first, *range(1, chunks * CHUNK)]
         self.block_hashes = [bytes([first, number] * 16) for number in range(2 * chunks)]
         self.keys = LAYOUT.keys(self.all_token_ids)
@@ -47,14 +45,14 @@ class Asked:
 class Bench:
     """A Store of four slots over one tier, whose lane is turned by hand."""
 
-    def __init__(self, tier: str = "nvme") -> None:
+    def __init__(self, tier="nvme"):
         self.lane = ManualLane()
         self.store = Store(Pool(4, SLOT), [(DictTier(2, name=tier), self.lane)])
         self.watched = self.store.watch()
         groups = {0: EventGroup(BLOCK, BLOCK, "full_attention")}
         self.announcer = Announcer(self.watched, GEOMETRY, groups)
 
-    def save(self, request: Asked) -> None:
+    def save(self, request):
         with self.store.save(request.keys) as lease:
             pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
             self.announcer.saving(
@@ -62,7 +60,7 @@ class Bench:
             )
             lease.commit()
 
-    def heard(self) -> list[tuple[str, str, str | None, int]]:
+    def heard(self):
         """Kind, medium, owner and first hash's first byte of each event."""
         return [
             (type(one).__name__, one.medium, one.ownership, one.block_hashes[0][1])

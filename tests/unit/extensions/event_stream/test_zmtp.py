@@ -1,11 +1,7 @@
 """What the other end of an event stream may send: bounded before any of it is read."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -16,11 +12,11 @@ MOST = 16 << 20
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
 
 
-def command(body: bytes, size: int | None = None) -> bytes:
+def command(body, size=None):
     return b"\x06" + (len(body) if size is None else size).to_bytes(8, "big") + body
 
 
-def message(*frames: bytes) -> bytes:
+def message(*frames):
     more = [1] * (len(frames) - 1) + [0]
     return b"".join(
         bytes([flags | 2]) + len(frame).to_bytes(8, "big") + frame
@@ -28,12 +24,10 @@ def message(*frames: bytes) -> bytes:
     )
 
 
-def heard(
-    said: bytes, then: Callable[[Peer], Coroutine[Any, Any, Any]], ready: bytes = READY
-) -> tuple[Any, bytes]:
+def heard(said, then, ready=READY):
     """What ``then`` makes of a peer that has said this after its greeting, and what it got."""
 
-    async def meet() -> tuple[Any, bytes]:
+    async def meet():
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.setblocking(False)
@@ -81,7 +75,7 @@ def test_a_message_is_bounded_with_all_of_its_frames():
     assert heard(b"\x00\x02ok", Peer.receive)[0] == [b"ok"]
     second = b"\x02" + (MOST // 2 + 1).to_bytes(8, "big")
 
-    async def both(peer: Peer) -> None:
+    async def both(peer):
         peer._reader.feed_data(2 * (b"\x03" + len(quarter).to_bytes(8, "big") + quarter) + second)
         await peer.receive()
 

@@ -1,7 +1,5 @@
 """Parcels: what LMCache saved comes back byte by byte, or not at all."""
 
-from __future__ import annotations
-
 import os
 
 import msgspec
@@ -18,27 +16,27 @@ OTHER = packing.chunk_key(bytes(32), "model", 1, 1, "ab", "torch.bfloat16", [])
 
 
 @pytest.fixture
-def slot() -> memoryview:
+def slot():
     """Larger than the chunk, and not empty: others' bytes were there before."""
     view = memoryview(bytearray(os.urandom(HEAD_BYTES + len(DATA) + 100)))
     assert packing.pack(view, KEY, HEAD, memoryview(DATA))
     return view
 
 
-def read(slot: memoryview, key: object = KEY) -> bytes | None:
+def read(slot, key=KEY):
     head = packing.head_of(slot)
     if head is None:
         return None
     into = memoryview(bytearray(head.size))
-    return bytes(into) if packing.unpack(slot, key, into) else None  # type: ignore[arg-type]
+    return bytes(into) if packing.unpack(slot, key, into) else None
 
 
-def test_a_shorter_chunk_comes_back_with_its_own_shape(slot: memoryview) -> None:
+def test_a_shorter_chunk_comes_back_with_its_own_shape(slot):
     assert packing.head_of(slot) == HEAD
     assert read(slot) == DATA
 
 
-def test_each_wrong_bit_is_seen(slot: memoryview) -> None:
+def test_each_wrong_bit_is_seen(slot):
     words = len(msgspec.msgpack.encode(HEAD))
     meant = [*range(34 + words), *range(HEAD_BYTES, HEAD_BYTES + len(DATA))]
     for place in meant:
@@ -48,31 +46,31 @@ def test_each_wrong_bit_is_seen(slot: memoryview) -> None:
     assert read(slot) == DATA
 
 
-def test_nothing_of_what_the_slot_held_before_is_left(slot: memoryview) -> None:
+def test_nothing_of_what_the_slot_held_before_is_left(slot):
     """One buffer carries many chunks, and a slot had another tenant's."""
     assert not any(slot[34 + len(msgspec.msgpack.encode(HEAD)) : HEAD_BYTES])
     assert not any(slot[HEAD_BYTES + len(DATA) :])
 
 
-def test_the_bytes_of_another_chunk_are_no_hit(slot: memoryview) -> None:
+def test_the_bytes_of_another_chunk_are_no_hit(slot):
     assert read(slot, OTHER) is None
 
 
-def test_a_slot_that_never_was_a_parcel_is_a_miss() -> None:
+def test_a_slot_that_never_was_a_parcel_is_a_miss():
     assert read(memoryview(bytes(8192))) is None
     assert read(memoryview(os.urandom(8192))) is None
 
 
-def test_a_head_may_not_claim_more_than_the_slot_has(slot: memoryview) -> None:
+def test_a_head_may_not_claim_more_than_the_slot_has(slot):
     assert packing.head_of(slot[: HEAD_BYTES + len(DATA) - 1]) is None
 
 
-def test_a_head_that_does_not_fit_its_page_is_not_saved() -> None:
+def test_a_head_that_does_not_fit_its_page_is_not_saved():
     huge = Head(1, [[1] * 8] * 64, ["x" * 100] * 64, "KV_2LTD")
     assert not packing.pack(memoryview(bytearray(8192)), KEY, huge, memoryview(b"1"))
 
 
-def test_keys_tell_apart_whatever_lmcache_tells_apart() -> None:
+def test_keys_tell_apart_whatever_lmcache_tells_apart():
     names = [
         ("m", 1, 0, "ab", "torch.half", []),
         ("m", 2, 0, "ab", "torch.half", []),

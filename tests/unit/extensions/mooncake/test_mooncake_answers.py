@@ -1,12 +1,8 @@
 """What Mooncake's library answers is believed as far as it makes sense. No library has to be
 installed: one of ours stands in its place, in the real process and behind the real tier."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -24,15 +20,15 @@ class MooncakeDistributedStore:
 
 
 @pytest.fixture
-def master() -> Iterator[int]:
+def master():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("answer", ["[1] * 11", "[]", "None", "['x'] * 6", "[None] * 6", "{}"])
 def test_garbage_of_the_library_is_a_fault_that_is_counted_and_never_a_hit(
-    answer: str, master: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    answer, master, tmp_path, monkeypatch
+):
     package = tmp_path / "mooncake"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -1,9 +1,5 @@
 """``mooncake_url``: what is understood, and what is refused in which words."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kvtier.config.keys import describe
@@ -33,7 +29,7 @@ SECRET = "5ec3e75ec3e75ec3e7"
         ),
     ],
 )
-def test_what_is_understood(text: str, found: MooncakeUrl) -> None:
+def test_what_is_understood(text, found):
     assert parse(text) == found
 
 
@@ -55,13 +51,13 @@ def test_what_is_understood(text: str, found: MooncakeUrl) -> None:
         ("mooncake://master?bytes=1GiB&bytes=2GiB", "a parameter comes twice"),
     ],
 )
-def test_what_is_refused_and_in_which_words(text: str, words: str) -> None:
+def test_what_is_refused_and_in_which_words(text, words):
     with pytest.raises(ConfigError, match=words) as raised:
         load(env={"KVTIER_MOONCAKE_URL": text})
     assert SECRET not in str(raised.value) and SECRET not in masked(text)
 
 
-def test_a_file_has_it_in_a_section_of_its_own(tmp_path: Path) -> None:
+def test_a_file_has_it_in_a_section_of_its_own(tmp_path):
     (tmp_path / "kvtier.yaml").write_text("mooncake:\n  url: mooncake://master?bytes=64GiB\n")
     config = load(tmp_path / "kvtier.yaml", env={})
     assert config.value("mooncake_url") == "mooncake://master?bytes=64GiB"

@@ -1,11 +1,9 @@
 """A bucket that lies, floods, drips, forgets or leads elsewhere: what it costs is bounded, and a
 start says what is wrong. No server has to be installed."""
 
-from __future__ import annotations
-
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
@@ -41,14 +39,14 @@ FLOOD = 384 << 20
 """Twice the limit of the library's process."""
 
 
-def opened(bucket: Bucket, clock: Clock | None = None) -> ObjectTier:
+def opened(bucket, clock=None):
     return ObjectTier(bucket, FORM, 64 * ROOM, CHUNK_BYTES, clock or Clock())
 
 
 # ---- answers -------------------------------------------------------------------------------------
 
 
-def test_an_object_without_end_is_a_miss_and_no_more_of_it_is_taken_than_a_chunk() -> None:
+def test_an_object_without_end_is_a_miss_and_no_more_of_it_is_taken_than_a_chunk():
     with hostile(endless_object(ROOM, ENDLESS)) as (url, seen), operated(environment(url)):
         found = Bucket(URL, CHUNK_BYTES).get("endless", ROOM)
     assert found is not None and not found.nbytes
@@ -57,7 +55,7 @@ def test_an_object_without_end_is_a_miss_and_no_more_of_it_is_taken_than_a_chunk
 
 
 @pytest.mark.parametrize("length", [0, 6])
-def test_an_object_of_the_right_length_is_taken_whole(length: int) -> None:
+def test_an_object_of_the_right_length_is_taken_whole(length):
     bucket = MemoryBucket()
     bucket.put("name", [b"kvtier"[:length]])
     assert bytes(bucket.get("name", length) or b"") == b"kvtier"[:length]
@@ -65,7 +63,7 @@ def test_an_object_of_the_right_length_is_taken_whole(length: int) -> None:
     assert bucket.get("other", length) is None
 
 
-def test_a_bucket_that_drips_does_not_hold_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_drips_does_not_hold_a_lane(monkeypatch):
     monkeypatch.setattr(buckets, "_ANSWER_S", 0.3)
     content = bytes(chunk(KEYS[0], ROOM))
     with hostile(dripping_object(content, 0.25)) as (url, _), operated(environment(url)):
@@ -75,7 +73,7 @@ def test_a_bucket_that_drips_does_not_hold_a_lane(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_a_redirect_reaches_no_other_host(status: int) -> None:
+def test_a_redirect_reaches_no_other_host(status):
     inside: Answer = endless_object(6, 0)
     with (
         hostile(inside, "127.0.0.2") as (other, reached),
@@ -100,9 +98,7 @@ def test_a_redirect_reaches_no_other_host(status: int) -> None:
     [lambda tier: holds(tier, KEYS[0]) is None, lambda tier: tier.held_of(None) == ([], False)],
     ids=["a refusal", "a page of a list"],
 )
-def test_a_flood_costs_the_librarys_process_its_limit_and_this_one_a_miss(
-    missed: Callable[[ObjectTier], bool],
-) -> None:
+def test_a_flood_costs_the_librarys_process_its_limit_and_this_one_a_miss(missed):
     """The library takes refusals and pages whole, and makes an error of them with its interpreter's
     lock held."""
     turncoat = Turncoat()
@@ -122,7 +118,7 @@ def test_a_flood_costs_the_librarys_process_its_limit_and_this_one_a_miss(
 # ---- calls beside each other, and lists ----
 
 
-def test_each_call_has_its_own_part_of_the_memory() -> None:
+def test_each_call_has_its_own_part_of_the_memory():
     memory, said = mmap.mmap(-1, 4 * ROOM), (b"one", b"two")
     calls = BucketCalls(MemoryStore(), memory, ROOM)
     for seat, text in enumerate(said):
@@ -133,7 +129,7 @@ def test_each_call_has_its_own_part_of_the_memory() -> None:
     assert [memory[seat * ROOM :][:3] for seat in range(4)] == [*said, b"two", b"one"]
 
 
-def test_a_name_that_is_too_long_to_be_a_chunks_is_left_out_of_the_list() -> None:
+def test_a_name_that_is_too_long_to_be_a_chunks_is_left_out_of_the_list():
     """A page of such names would be more than an answer may have, and cost all of the list."""
     store = MemoryStore()
     for name in ("long" * 500, "short"):
@@ -148,18 +144,18 @@ def test_a_name_that_is_too_long_to_be_a_chunks_is_left_out_of_the_list() -> Non
 class _Endless(MemoryBucket):
     """Its list has no end. Each thousand names take a second."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         super().__init__()
         self.clock, self.named = clock, 0
 
-    def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
+    def listed(self, folder):
         for self.named in range(100_000):
             self.clock.now += 0.001
             yield f"{folder}/{self.named:080x}", ROOM, datetime.now(UTC)
         raise AssertionError("a start goes on listing")
 
 
-def test_a_list_without_end_does_not_hold_up_the_start() -> None:
+def test_a_list_without_end_does_not_hold_up_the_start():
     clock = Clock()
     bucket = _Endless(clock)
     assert len(opened(bucket, clock).recovered()) == 64
@@ -167,19 +163,17 @@ def test_a_list_without_end_does_not_hold_up_the_start() -> None:
 
 
 class _Forgetful(MemoryBucket):
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
+    def put(self, name, parts, owner=UNOWNED):
         return sum(memoryview(part).nbytes for part in parts)
 
 
 class _Garbling(MemoryBucket):
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
+    def put(self, name, parts, owner=UNOWNED):
         return super().put(name, [bytes(memoryview(part).nbytes) for part in parts], owner)
 
 
 @pytest.mark.parametrize("kind", [_Forgetful, _Garbling])
-def test_a_bucket_that_does_not_keep_what_is_written_ends_the_start_in_words(
-    kind: type[MemoryBucket],
-) -> None:
+def test_a_bucket_that_does_not_keep_what_is_written_ends_the_start_in_words(kind):
     with pytest.raises(TierError, match="what was written is not what is read"):
         opened(kind())
 
@@ -187,13 +181,11 @@ def test_a_bucket_that_does_not_keep_what_is_written_ends_the_start_in_words(
 class _Nameless(MemoryBucket):
     """It drops user metadata, as some gateways do."""
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
+    def put(self, name, parts, owner=UNOWNED):
         return super().put(name, parts)
 
 
-def test_a_bucket_that_drops_metadata_is_told_at_the_start_and_at_a_clear(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_bucket_that_drops_metadata_is_told_at_the_start_and_at_a_clear(caplog):
     tier = opened(_Nameless())
     assert "it drops the metadata kvtierowner of an object" in caplog.text
     assert all(tier.write(key, chunk(key), 7) for key in KEYS[:3])
@@ -201,7 +193,7 @@ def test_a_bucket_that_drops_metadata_is_told_at_the_start_and_at_a_clear(
     assert "3 chunks have no owner there" in caplog.text
 
 
-def test_a_bucket_that_keeps_metadata_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bucket_that_keeps_metadata_is_silent(caplog):
     tier = opened(MemoryBucket())
     assert tier.write(KEYS[0], chunk(KEYS[0]), 7)
     assert tier.held_of(7) == ([KEYS[0]], True) and not caplog.text
@@ -214,17 +206,17 @@ class _Reused(MemoryBucket):
     """As a store of memory does, it gives a deleted chunk's room to another one that is being
     read."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store):
         super().__init__(store)
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def fetch(self, name: str, into: memoryview) -> bytes | None:
+    def fetch(self, name, into):
         found = super().fetch(name, into)
         self.meanwhile()
         return found
 
 
-def test_a_read_beside_a_deletion_that_finds_other_bytes_deletes_nothing() -> None:
+def test_a_read_beside_a_deletion_that_finds_other_bytes_deletes_nothing():
     bucket = _Reused(MemoryStore())
     tier = opened(bucket)
     assert tier.write(KEYS[0], chunk(KEYS[0])) and tier.write(KEYS[1], chunk(KEYS[1]))

@@ -1,8 +1,6 @@
 """``object_url``: what is understood, what is refused in which words, and that no secret is
 shown."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.config.keys import Config, describe
@@ -22,7 +20,7 @@ SECRET = "5ec3e75ec3e75ec3e7"
         ("az://container/prefix", ObjectUrl("az", "container", "prefix")),
     ],
 )
-def test_what_is_understood(text: str, found: ObjectUrl) -> None:
+def test_what_is_understood(text, found):
     assert parse(text) == found
     assert parse(found.label) == found
 
@@ -58,7 +56,7 @@ def test_what_is_understood(text: str, found: ObjectUrl) -> None:
         (f"s3://bucket/{'a' * 513}", "the prefix cannot be used"),
     ],
 )
-def test_what_is_refused_and_in_which_words(text: str, words: str) -> None:
+def test_what_is_refused_and_in_which_words(text, words):
     with pytest.raises(ConfigError, match=words) as raised:
         load(
             env={"KVTIER_OBJECT_URL": text} if text else {},
@@ -67,7 +65,7 @@ def test_what_is_refused_and_in_which_words(text: str, words: str) -> None:
     assert SECRET not in str(raised.value) and SECRET not in masked(text)
 
 
-def test_a_url_is_shown_as_it_is_and_a_size_needs_it() -> None:
+def test_a_url_is_shown_as_it_is_and_a_size_needs_it():
     config = load(env={"KVTIER_OBJECT_URL": "s3://bucket/prefix", "KVTIER_OBJECT_BYTES": "2TiB"})
     assert (config.value("object_url"), config.value("object_bytes")) == (
         "s3://bucket/prefix",

@@ -1,9 +1,5 @@
 """Keys that move: where a block has them, and what a rotation makes of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,7 +14,7 @@ class Writer:
     """An engine's form of a block: keys and values shuffled over it in some order. ``packed``: keys
     as kernels for CPUs have them, two elements of four tokens beside each other, behind values."""
 
-    def __init__(self, dtype, width=DIM, blocks=4, *, packed=False) -> None:
+    def __init__(self, dtype, width=DIM, blocks=4, *, packed=False):
         """``width``: elements of a value."""
         size = TOKENS * HEADS * (DIM + width)
         order = torch.randperm(size, generator=torch.Generator().manual_seed(3))
@@ -31,7 +27,7 @@ class Writer:
             self.keys = keys.reshape(TOKENS, HEADS, DIM)
         self.cache = torch.zeros(blocks, size, dtype=dtype)
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, keys, values, slots):
         for index, slot in enumerate(slots.tolist()):
             row, token = self.cache[slot // TOKENS], slot % TOKENS
             row[self.keys[token]] = keys[index]
@@ -41,7 +37,7 @@ class Writer:
 @pytest.mark.parametrize("packed", [False, True], ids=["shuffled", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [DIM, 5 * DIM], ids=["heads", "latents"])
-def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype, width, *, packed) -> None:
+def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype, width, *, packed):
     engine = Writer(dtype, width, packed=packed)
     engine.cache.fill_(7)
     packing = learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, width))
@@ -57,7 +53,7 @@ def test_a_form_that_no_stride_shows_is_learnt_and_read(dtype, width, *, packed)
         assert torch.equal(read[1][0], values[first : first + count])
 
 
-def test_a_form_that_loses_elements_is_refused() -> None:
+def test_a_form_that_loses_elements_is_refused():
     engine = Writer(torch.float32)
     engine.values = engine.keys
     with pytest.raises(LayoutError, match="0 of 96 elements were found in a block"):
@@ -73,13 +69,13 @@ def test_a_form_that_loses_elements_is_refused() -> None:
 # -- rotation --------------------------------------------------------------------------------------
 
 
-def tables(width: int, scale: float = 1.0) -> torch.Tensor:
+def tables(width, scale=1.0):
     """As vLLM has them: cosines, then sines."""
     angles = torch.arange(512)[:, None] * 10_000 ** (-torch.arange(0, width, 2) / width)
     return torch.cat((angles.cos(), angles.sin()), 1) * scale
 
 
-def rotated(raw: torch.Tensor, position: int, rotation: KeyRotation) -> torch.Tensor:
+def rotated(raw, position, rotation):
     """A key at a position, element by element, as the definition has it."""
     out, half = raw.clone(), rotation.width // 2
     for pair in range(half):
@@ -93,7 +89,7 @@ def rotated(raw: torch.Tensor, position: int, rotation: KeyRotation) -> torch.Te
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("width", [DIM, DIM - 2])
 @pytest.mark.parametrize("scale", [1.0, 1.3])
-def test_a_moved_key_is_the_key_of_the_other_position(neox: bool, width: int, scale: float) -> None:
+def test_a_moved_key_is_the_key_of_the_other_position(neox, width, scale):
     rotation = rotation_of(tables(width, scale), width, neox)
     raw = torch.randn(3, HEADS, DIM)
     for position, distance in ((0, 5), (17, 300), (400, -399), (9, 0)):
@@ -104,7 +100,7 @@ def test_a_moved_key_is_the_key_of_the_other_position(neox: bool, width: int, sc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_wrong_rotation_is_seen(dtype: torch.dtype) -> None:
+def test_a_wrong_rotation_is_seen(dtype):
     rotation = rotation_of(tables(DIM), DIM, neox=True)
     raw = torch.randn(HEADS, DIM)
     here, there = (rotated(raw, position, rotation).to(dtype) for position in (20, 29))
@@ -121,7 +117,7 @@ def test_a_wrong_rotation_is_seen(dtype: torch.dtype) -> None:
         assert not other.explains(here, there, distance)
 
 
-def bent() -> torch.Tensor:
+def bent():
     """Angles that do not grow evenly, as those of tables for long prompts."""
     angles = (torch.arange(512)[:, None] ** 1.1) * torch.tensor([1.0, 0.1, 0.01])
     return torch.cat((angles.cos(), angles.sin()), 1)
@@ -136,6 +132,6 @@ def bent() -> torch.Tensor:
         (tables(DIM)[:, :-1], "a rotary table of shape"),
     ],
 )
-def test_tables_that_do_not_rotate_evenly_are_refused(table: Any, told: str) -> None:
+def test_tables_that_do_not_rotate_evenly_are_refused(table, told):
     with pytest.raises(LayoutError, match=told):
         rotation_of(table, DIM, neox=True)

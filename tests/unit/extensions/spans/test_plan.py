@@ -1,10 +1,6 @@
 """What is put together from homes: every token once, from the right place, and what
 is computed in place because it is not there."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +24,7 @@ from kvtier.spans import Range, homes
 LENGTHS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=5)
 
 
-def laid(anchor: int, lengths: list[tuple[int, int]]) -> list[Range]:
+def laid(anchor, lengths):
     """Ranges of an anchor and of spans: the hole before each, and its length."""
     ranges = [Range(0, anchor)]
     for hole, length in lengths:
@@ -38,7 +34,7 @@ def laid(anchor: int, lengths: list[tuple[int, int]]) -> list[Range]:
 
 
 @st.composite
-def laid_out(draw: st.DrawFn) -> tuple[list[Range], int, list[int]]:
+def laid_out(draw):
     """Ranges, how many tokens are known of the prompt itself, and how many of each home."""
     ranges = laid(draw(st.integers(1, 7)), draw(LENGTHS))
     whole = [ranges[0].end + span.end - span.begin for span in ranges[1:]]
@@ -48,13 +44,13 @@ def laid_out(draw: st.DrawFn) -> tuple[list[Range], int, list[int]]:
     return ranges, draw(st.just(0) | st.integers(0, ranges[-1].end)), known
 
 
-def homes_of(ranges: list[Range]) -> list[int]:
+def homes_of(ranges):
     """All of each home is known."""
     return [ranges[0].end + span.end - span.begin for span in ranges[1:]]
 
 
 @given(laid_out())
-def test_sections_are_all_that_is_known_each_token_once(given) -> None:
+def test_sections_are_all_that_is_known_each_token_once(given):
     ranges, exact, known = given
     anchor, sections = ranges[0].end, sections_of(*given)
     found = [place for one in sections for place in range(one.begin, one.end)]
@@ -75,7 +71,7 @@ def test_sections_are_all_that_is_known_each_token_once(given) -> None:
 
 
 @given(laid_out(), st.integers(0, 6), st.integers(0, 40))
-def test_runs_are_the_holes_and_the_first_tokens_of_what_is_moved(given, first, begin) -> None:
+def test_runs_are_the_holes_and_the_first_tokens_of_what_is_moved(given, first, begin):
     ranges, sections = given[0], sections_of(*given)
     there = {place for one in sections for place in range(one.begin, one.end)}
     last = max(there, default=-1)
@@ -96,12 +92,12 @@ def test_runs_are_the_holes_and_the_first_tokens_of_what_is_moved(given, first, 
 
 
 @given(laid_out(), st.integers(0, 6), st.integers(0, 40), st.integers(0, 30))
-def test_no_more_is_computed_in_place_than_is_allowed(given, first, begin, most) -> None:
+def test_no_more_is_computed_in_place_than_is_allowed(given, first, begin, most):
     ranges, sections = given[0], sections_of(*given)
     found = bounded(ranges, sections, first, begin, most)
     assert found == sections[: len(found)]
 
-    def tokens(some: list[Section]) -> int:
+    def tokens(some):
         return sum(run.end - run.begin for run in runs_of(ranges, some, first, begin))
 
     assert tokens(found) <= most
@@ -110,7 +106,7 @@ def test_no_more_is_computed_in_place_than_is_allowed(given, first, begin, most)
 
 
 @given(laid_out(), st.integers(0, 60), st.integers(1, 8))
-def test_sections_end_with_a_whole_block_and_a_token_that_is_there(given, longest, block) -> None:
+def test_sections_end_with_a_whole_block_and_a_token_that_is_there(given, longest, block):
     sections = sections_of(*given)
     found = in_blocks(sections, longest, block)
     there = {place for one in sections for place in range(one.begin, one.end)}
@@ -127,7 +123,7 @@ def test_sections_end_with_a_whole_block_and_a_token_that_is_there(given, longes
     chunk=st.integers(1, 6),
     data=st.data(),
 )
-def test_pieces_are_the_prompts_tokens(anchor, lengths, exact, chunk, data) -> None:
+def test_pieces_are_the_prompts_tokens(anchor, lengths, exact, chunk, data):
     """Slots are filled as homes are cut into chunks. What pieces name in them is the prompt."""
     ranges = laid(anchor, [(0, length) for length in lengths])
     tokens = data.draw(st.permutations(range(1000, 1000 + ranges[-1].end)))
@@ -154,7 +150,7 @@ def test_pieces_are_the_prompts_tokens(anchor, lengths, exact, chunk, data) -> N
     assert found == {place: tokens[place] for place in range(begin, end)}
 
 
-def test_the_first_span_is_where_its_home_has_it_and_others_move() -> None:
+def test_the_first_span_is_where_its_home_has_it_and_others_move():
     ranges = laid(10, [(0, 5), (0, 7)])
     sections = sections_of(ranges, 0, [15, 17])
     assert sections == [Section(1, 0, 15, 0), Section(2, 15, 22, 10)]
@@ -163,7 +159,7 @@ def test_the_first_span_is_where_its_home_has_it_and_others_move() -> None:
     assert is_moved(sections)
 
 
-def test_every_home_has_the_anchor() -> None:
+def test_every_home_has_the_anchor():
     """The first home is not there, and the second span is not next to it."""
     ranges = laid(10, [(0, 5), (1, 7)])
     sections = sections_of(ranges, 0, [0, 17])
@@ -173,7 +169,7 @@ def test_every_home_has_the_anchor() -> None:
     assert runs_of(ranges, sections, 0, 12) == [ComputedRun(12, 16, 17)], "what is computed stays"
 
 
-def test_what_is_missing_of_a_home_is_a_hole() -> None:
+def test_what_is_missing_of_a_home_is_a_hole():
     ranges = laid(10, [(0, 8), (0, 7)])
     sections = sections_of(ranges, 0, [14, 17])
     assert sections == [Section(1, 0, 14, 0), Section(2, 18, 25, 10)]
@@ -182,14 +178,14 @@ def test_what_is_missing_of_a_home_is_a_hole() -> None:
     assert bounded(ranges, sections, 0, 0, 0) == sections[:1], "nothing is computed in place"
 
 
-def test_what_the_prompt_has_itself_is_taken_as_far_as_it_goes() -> None:
+def test_what_the_prompt_has_itself_is_taken_as_far_as_it_goes():
     ranges = laid(10, [(0, 5), (0, 7)])
     behind = [Section(PROMPT, 0, 18, 0), Section(2, 18, 22, 13)]
     assert sections_of(ranges, 18, [15, 17]) == behind
     assert sections_of(ranges, 22, [15, 17]) == [Section(PROMPT, 0, 22, 0)]
 
 
-def test_ranges_are_read() -> None:
+def test_ranges_are_read():
     assert ranges_of([[0, 3], (3, 9), [12, 20]], 20) == [(0, 3), (3, 9), (12, 20)]
 
 
@@ -212,12 +208,12 @@ def test_ranges_are_read() -> None:
         ([[0, 1]] * 66, "66 ranges: expected a list of 2 to 65"),
     ],
 )
-def test_malformed_ranges_are_refused_with_what_is_wrong(given_ranges: Any, told: str) -> None:
+def test_malformed_ranges_are_refused_with_what_is_wrong(given_ranges, told):
     with pytest.raises(ValueError, match=told):
         ranges_of(given_ranges, 20)
 
 
 @pytest.mark.parametrize("given", [-1, True, "16", 1.5, None])
-def test_how_many_tokens_are_computed_in_place_is_a_whole_number(given: Any) -> None:
+def test_how_many_tokens_are_computed_in_place_is_a_whole_number(given):
     with pytest.raises(ValueError, match="expected a whole number"):
         first_of(given)

@@ -1,8 +1,5 @@
 """Prompts of documents: each token is in its place, and the stable order makes prompts alike."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -18,12 +15,12 @@ TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 PARTS = st.lists(TOKENS, max_size=6)
 
 
-def spell(text: str) -> list[int]:
+def spell(text):
     """A token for each character."""
     return [ord(letter) for letter in text]
 
 
-def alike(one: Sequence[int], other: Sequence[int]) -> int:
+def alike(one, other):
     """Tokens that both begin with."""
     for length, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
@@ -34,10 +31,10 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
 # -- compose ---------------------------------------------------------------------------------------
 
 
-def test_parts_are_tokenised_one_by_one_and_told_where_they_lie() -> None:
+def test_parts_are_tokenised_one_by_one_and_told_where_they_lie():
     asked: list[str] = []
 
-    def tokenize(text: str) -> list[int]:
+    def tokenize(text):
         asked.append(text)
         return spell(text)
 
@@ -49,7 +46,7 @@ def test_parts_are_tokenised_one_by_one_and_told_where_they_lie() -> None:
 
 
 @given(anchor=TOKENS, documents=PARTS, question=TOKENS, order=st.sampled_from(["given", "stable"]))
-def test_ranges_cover_all_but_the_question_once(anchor, documents, question, order) -> None:
+def test_ranges_cover_all_but_the_question_once(anchor, documents, question, order):
     made = compose(spell, anchor, documents, question, order)
     assert made.ranges[0] == (0, len(anchor))
     assert all(one.end == other.begin for one, other in pairwise(made.ranges))
@@ -63,7 +60,7 @@ def test_ranges_cover_all_but_the_question_once(anchor, documents, question, ord
 
 
 @given(documents=PARTS, data=st.data())
-def test_the_same_documents_in_any_order_make_the_same_prompt(documents, data) -> None:
+def test_the_same_documents_in_any_order_make_the_same_prompt(documents, data):
     shuffled = data.draw(st.permutations(documents))
     one = compose(spell, [9], documents, [8], "stable")
     other = compose(spell, [9], shuffled, [8], "stable")
@@ -76,7 +73,7 @@ def test_the_same_documents_in_any_order_make_the_same_prompt(documents, data) -
     ones=st.lists(TOKENS, max_size=3),
     others=st.lists(TOKENS, max_size=3),
 )
-def test_documents_before_all_that_differ_are_a_shared_prefix(shared, ones, others) -> None:
+def test_documents_before_all_that_differ_are_a_shared_prefix(shared, ones, others):
     one = compose(spell, [9], [*ones, *shared], [8], "stable")
     other = compose(spell, [9], [*shared, *others], [7], "stable")
     least = min([*ones, *others], default=[6])
@@ -84,7 +81,7 @@ def test_documents_before_all_that_differ_are_a_shared_prefix(shared, ones, othe
     assert alike(one.tokens, other.tokens) >= 1 + sum(map(len, before))
 
 
-def test_a_search_that_gives_the_same_documents_in_another_order_shares_all_of_them() -> None:
+def test_a_search_that_gives_the_same_documents_in_another_order_shares_all_of_them():
     found = ["cat", "dog", "ant"]
     orders = [compose(spell, "<s>", found[turn:] + found[:turn], "?") for turn in range(3)]
     stable = [
@@ -95,8 +92,8 @@ def test_a_search_that_gives_the_same_documents_in_another_order_shares_all_of_t
     assert [made.documents for made in stable] == [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
 
 
-def test_token_ids_are_taken_as_they_are() -> None:
-    def never(text: str) -> list[int]:
+def test_token_ids_are_taken_as_they_are():
+    def never(text):
         raise AssertionError(text)
 
     made = compose(never, [1, 2], [np.array([3, 4])], (5,))  # type: ignore[list-item]
@@ -104,11 +101,11 @@ def test_token_ids_are_taken_as_they_are() -> None:
     assert all(type(token) is int for token in made.tokens)
 
 
-def test_without_documents_there_is_the_anchors_range_alone() -> None:
+def test_without_documents_there_is_the_anchors_range_alone():
     assert compose(spell, "a", [], "b").ranges == [(0, 1)]
 
 
-def test_a_tokenizer_that_adds_its_own_tokens_is_refused() -> None:
+def test_a_tokenizer_that_adds_its_own_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"tokenize\(''\) gave the tokens \[1\].*special tokens"):
         compose(lambda text: [1, *spell(text)], "a", ["b"], "c")
 
@@ -124,12 +121,12 @@ def test_a_tokenizer_that_adds_its_own_tokens_is_refused() -> None:
         (("a", [{"input_ids": [1]}], "c"), "document 0 is a dict that holds something else"),
     ],
 )
-def test_a_part_that_is_none_is_named(parts: Any, told: str) -> None:
+def test_a_part_that_is_none_is_named(parts, told):
     with pytest.raises(ConfigError, match=told):
         compose(spell, *parts)
 
 
-def test_an_unknown_order_is_refused() -> None:
+def test_an_unknown_order_is_refused():
     with pytest.raises(ConfigError, match="order='random': expected given or stable"):
         compose(spell, "a", ["b"], "c", cast(Any, "random"))
 
@@ -138,7 +135,7 @@ def test_an_unknown_order_is_refused() -> None:
 
 
 @given(anchor=TOKENS, documents=PARTS, chunk=st.integers(1, 9))
-def test_a_home_is_whole_chunks_and_never_one_too_many(anchor, documents, chunk) -> None:
+def test_a_home_is_whole_chunks_and_never_one_too_many(anchor, documents, chunk):
     made = homes(anchor, documents, chunk)
     assert len(made) == len(documents)
     for home, document in zip(made, documents, strict=True):
@@ -151,21 +148,19 @@ def test_a_home_is_whole_chunks_and_never_one_too_many(anchor, documents, chunk)
 
 
 @given(anchor=TOKENS, document=TOKENS, more=PARTS, chunk=st.integers(1, 4))
-def test_a_prompt_that_begins_with_a_document_begins_with_its_home(
-    anchor: list[int], document: list[int], more: list[list[int]], chunk: int
-) -> None:
+def test_a_prompt_that_begins_with_a_document_begins_with_its_home(anchor, document, more, chunk):
     (home,) = homes(anchor, [document], chunk)
     prompt = compose(spell, anchor, [document, *more], [7])
     assert alike(home.tokens, prompt.tokens) >= home.document.end
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 1.5, True, None])
-def test_a_chunk_that_is_none_is_refused(chunk: Any) -> None:
+def test_a_chunk_that_is_none_is_refused(chunk):
     with pytest.raises(ConfigError, match=r"chunk_tokens=.*expected tokens, at least 1"):
         homes([1], [[2]], chunk)
 
 
-def test_texts_are_no_homes() -> None:
+def test_texts_are_no_homes():
     with pytest.raises(ConfigError, match="document 0 is a text: expected token ids"):
         homes([1], ["cat"], 4)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="the anchor has no tokens"):

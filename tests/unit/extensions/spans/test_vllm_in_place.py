@@ -1,10 +1,7 @@
 """The worker's half of tokens that are computed in place: when vLLM is told, and which passes are
 not believed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,13 +35,13 @@ PIECES = [SpanMove(0, 0, 8, DISTANCE, DISTANCE)]
 RUN = (DISTANCE, DISTANCE, HOME[:3])
 
 
-def copying(number: int = 1, *, goes_on: bool = True) -> Any:
+def copying(number=1, *, goes_on=True):
     from kvtier.connectors.vllm.metadata import SpanJob
 
     return SpanJob(number, None, PIECES, TABLES[number], f"r{number}", 8, TWINS, goes_on)  # type: ignore[arg-type]
 
 
-def ordered(number: int = 1, runs: Any = (RUN,)) -> Any:
+def ordered(number=1, runs=(RUN,)):
     from kvtier.connectors.vllm.metadata import InPlaceRun, SpanPass
 
     return SpanPass(number, f"r{number}", TABLES[number], [InPlaceRun(*run) for run in runs])
@@ -54,18 +51,18 @@ class Model:
     """A pass that computes keys and values of the first layer right. In the others it leaves a
     sign. ``off``: positions by which it is wrong. ``idle``: it writes nothing."""
 
-    def __init__(self, off: int = 0, *, idle: bool = False) -> None:
+    def __init__(self, off=0, *, idle=False):
         self.off, self.idle, self.passes = off, idle, 0
         self.said = list[bool]()
         self.others = True
         self.worker = Worker(HOME, compute=self, agree=self.agree)
 
-    def agree(self, ready: bool) -> bool:
+    def agree(self, ready):
         """``others``: what the other ranks say."""
         self.said.append(ready)
         return ready and self.others
 
-    def __call__(self, runs: Any, block_ids: torch.Tensor) -> None:
+    def __call__(self, runs, block_ids):
         self.passes += 1
         for run in () if self.idle else runs:
             for at, token in enumerate(run.tokens, run.begin):
@@ -79,7 +76,7 @@ class Model:
                     Kernel().do_kv_cache_update(None, ones, ones, cache, place[None])
 
 
-def test_a_pass_writes_over_what_was_moved_and_over_nothing_else() -> None:
+def test_a_pass_writes_over_what_was_moved_and_over_nothing_else():
     model = Model()
     model.worker.mover.begin(copying())
     ((_, failed),) = model.worker.go_on()
@@ -96,7 +93,7 @@ def test_a_pass_writes_over_what_was_moved_and_over_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("off", "idle"), [(1, False), (0, True)], ids=["position", "nothing"])
-def test_a_pass_that_is_not_right_in_the_first_layer_fails(off: int, *, idle: bool) -> None:
+def test_a_pass_that_is_not_right_in_the_first_layer_fails(off, *, idle):
     model = Model(off, idle=idle)
     model.worker.mover.begin(copying())
     model.worker.go_on()
@@ -104,7 +101,7 @@ def test_a_pass_that_is_not_right_in_the_first_layer_fails(off: int, *, idle: bo
         model.worker.mover.compute(ordered())
 
 
-def test_a_pass_over_other_tokens_fails() -> None:
+def test_a_pass_over_other_tokens_fails():
     model = Model()
     model.worker.mover.begin(copying())
     model.worker.go_on()
@@ -112,7 +109,7 @@ def test_a_pass_over_other_tokens_fails() -> None:
         model.worker.mover.compute(ordered(runs=((DISTANCE, DISTANCE, [31, 30]),)))
 
 
-def test_what_was_not_copied_is_not_computed() -> None:
+def test_what_was_not_copied_is_not_computed():
     model = Model()
     mover = model.worker.mover
     with pytest.raises(KVTierError):
@@ -132,7 +129,7 @@ def test_what_was_not_copied_is_not_computed() -> None:
 class Rank:
     """A worker half whose pool has a home in its slot 0."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from kvtier.connectors.vllm.metadata import PoolAddress
         from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
@@ -147,7 +144,7 @@ class Rank:
         self.half = WorkerHalf(0, groups, worker.caches, self.weights, [worker.mover])
         self.half._clock = lambda: 0.0  # moves everything in one step
 
-    def step(self, *, spans: Any = (), passes: Any = ()) -> Any:
+    def step(self, *, spans=(), passes=()):
         from kvtier.connectors.vllm.metadata import StepMetadata
 
         for job in spans:
@@ -161,11 +158,11 @@ class Rank:
 
 
 @pytest.fixture
-def rank() -> Rank:
+def rank():
     return Rank()
 
 
-def test_vllm_is_told_of_a_load_when_its_pass_is_through(rank: Rank) -> None:
+def test_vllm_is_told_of_a_load_when_its_pass_is_through(rank):
     report = rank.step(spans=[copying()])
     assert report.done == {1: 1}
     assert not rank.ended
@@ -175,19 +172,19 @@ def test_vllm_is_told_of_a_load_when_its_pass_is_through(rank: Rank) -> None:
     assert rank.model.passes == 1
 
 
-def test_a_job_without_a_pass_ends_with_its_copies(rank: Rank) -> None:
+def test_a_job_without_a_pass_ends_with_its_copies(rank):
     rank.step(spans=[copying(goes_on=False)])
     assert (rank.ended, rank.failed) == ({"r1"}, set())
 
 
-def test_a_pass_that_fails_fails_its_load_alone(rank: Rank) -> None:
+def test_a_pass_that_fails_fails_its_load_alone(rank):
     rank.step(spans=[copying(1), copying(2)])
     report = rank.step(passes=[ordered(1, ((DISTANCE, DISTANCE, [31]),)), ordered(2)])
     assert (report.done, report.failed) == ({2: 1}, {1: 1})
     assert (rank.ended, rank.failed) == ({"r1", "r2"}, {"r1"})
 
 
-def test_weights_that_were_replaced_between_the_halves_fail_the_load(rank: Rank) -> None:
+def test_weights_that_were_replaced_between_the_halves_fail_the_load(rank):
     rank.step(spans=[copying()])
     rank.weights.other = True
     report = rank.step(passes=[ordered()])
@@ -197,7 +194,7 @@ def test_weights_that_were_replaced_between_the_halves_fail_the_load(rank: Rank)
     assert rank.model.said == [False], "or the other ranks would wait for it"
 
 
-def test_no_rank_begins_a_pass_before_all_are_ready(rank: Rank) -> None:
+def test_no_rank_begins_a_pass_before_all_are_ready(rank):
     """One of two jobs was copied here and not on another rank, the other one was not copied
     here."""
     rank.step(spans=[copying(1)])
@@ -208,7 +205,7 @@ def test_no_rank_begins_a_pass_before_all_are_ready(rank: Rank) -> None:
     assert not rank.model.passes
 
 
-def test_a_hole_is_computed_with_the_token_behind_it() -> None:
+def test_a_hole_is_computed_with_the_token_behind_it():
     """What lay in the hole's blocks before does not matter."""
     model = Model()
     model.worker.mover.begin(copying())
@@ -220,7 +217,7 @@ def test_a_hole_is_computed_with_the_token_behind_it() -> None:
         assert torch.equal(value, model.worker.values[0, token])
 
 
-def test_a_hole_whose_run_is_not_right_fails() -> None:
+def test_a_hole_whose_run_is_not_right_fails():
     """The token behind it shows that."""
     model = Model(off=1)
     model.worker.mover.begin(copying())
@@ -229,7 +226,7 @@ def test_a_hole_whose_run_is_not_right_fails() -> None:
         model.worker.mover.compute(ordered(runs=((DISTANCE - 1, DISTANCE, [20, HOME[0]]),)))
 
 
-def test_a_rank_that_cannot_copy_tells_vllm_together_with_the_others(rank: Rank) -> None:
+def test_a_rank_that_cannot_copy_tells_vllm_together_with_the_others(rank):
     job = copying()
     job.twins = []
     report = rank.step(spans=[job])
@@ -242,7 +239,7 @@ def test_a_rank_that_cannot_copy_tells_vllm_together_with_the_others(rank: Rank)
 @pytest.mark.parametrize(
     ("lora", "replicas", "told"), [(object(), 1, "LoRA"), (None, 2, "data parallelism")]
 )
-def test_engines_that_compute_nothing_in_place_say_why(lora: Any, replicas: int, told: str) -> None:
+def test_engines_that_compute_nothing_in_place_say_why(lora, replicas, told):
     from kvtier.extensions.spans.in_place import InPlace
 
     config = SimpleNamespace(
@@ -253,7 +250,7 @@ def test_engines_that_compute_nothing_in_place_say_why(lora: Any, replicas: int,
         InPlace(config, {}, TOKENS)
 
 
-def test_nothing_is_computed_in_place_beside_other_connectors(monkeypatch) -> None:
+def test_nothing_is_computed_in_place_beside_other_connectors(monkeypatch):
     """vLLM tells its connector of each layer that is run, and a group tells all that are in it."""
     from kvtier.extensions.spans import in_place
 
@@ -265,10 +262,10 @@ def test_nothing_is_computed_in_place_beside_other_connectors(monkeypatch) -> No
         in_place.InPlace(config, {}, TOKENS)
 
 
-def test_a_model_that_no_pass_can_be_run_with_moves_all_the_same() -> None:
+def test_a_model_that_no_pass_can_be_run_with_moves_all_the_same():
     from kvtier.extensions.spans.mover import Mover
 
-    def cannot() -> Any:
+    def cannot():
         raise LayoutError("LoRA is on")
 
     worker = Worker(HOME)

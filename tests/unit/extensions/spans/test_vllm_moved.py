@@ -1,8 +1,6 @@
 """The worker's half of spans: tokens of slots, rotated, into blocks, if the rotation is seen to be
 right."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import warnings
@@ -25,7 +23,7 @@ SIZE = TOKENS * HEADS * DIM
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
+def imported():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -37,7 +35,7 @@ class RotaryEmbedding(nn.Module):
 
     rotary_dim, is_neox_style = DIM, True
 
-    def _compute_cos_sin_cache(self) -> torch.Tensor:
+    def _compute_cos_sin_cache(self):
         angles = torch.arange(256)[:, None] * 1000 ** (-torch.arange(0, DIM, 2) / DIM)
         return torch.cat((angles.cos(), angles.sin()), 1)
 
@@ -47,7 +45,7 @@ class Kernel:
 
     places = torch.randperm(2 * SIZE, generator=torch.Generator().manual_seed(1))
 
-    def do_kv_cache_update(self, _layer, keys, values, cache, slots) -> None:
+    def do_kv_cache_update(self, _layer, keys, values, cache, slots):
         for index, slot in enumerate(slots.tolist()):
             places = self.places.view(2, TOKENS, HEADS, DIM)[:, slot % TOKENS]
             cache[slot // TOKENS][places[0]] = keys[index]
@@ -57,13 +55,13 @@ class Kernel:
 class Attention(nn.Module):
     num_kv_heads, head_size = HEADS, DIM
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.impl = Kernel()
 
 
 class LlamaForCausalLM(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rotary = RotaryEmbedding()
         self.layers = nn.ModuleList(Attention() for _ in range(LAYERS))
@@ -72,7 +70,7 @@ class LlamaForCausalLM(nn.Module):
 class Worker:
     """A rank whose slot 0 has a chunk of a home. A key is its token's, rotated to its position."""
 
-    def __init__(self, home, model=None, compute=None, agree=bool) -> None:
+    def __init__(self, home, model=None, compute=None, agree=bool):
         from kvtier.extensions.spans.mover import Mover
 
         self.model: Any = model or LlamaForCausalLM()
@@ -96,15 +94,15 @@ class Worker:
             )
         self.slot = torch.stack(slot).view(torch.uint8).reshape(-1)
 
-    def key(self, layer: int, token: int, position: int) -> torch.Tensor:
+    def key(self, layer, token, position):
         return self.rotation.moved(self.raw[layer, token], position)
 
-    def go_on(self, looks: int = 1000) -> Any:
+    def go_on(self, looks=1000):
         """One step that has time for so many looks at the clock."""
         left = itertools.count(looks, -1)
         return self.mover.go_on(lambda _job, _slot: self.slot, lambda: next(left) > 0)
 
-    def read(self, layer: int, block: int, token: int) -> torch.Tensor:
+    def read(self, layer, block, token):
         """Key and value of one token of a block."""
         places = Kernel.places.view(2, TOKENS, HEADS, DIM)[:, token]
         return self.caches[f"{layer}"][block][places]
@@ -114,13 +112,13 @@ HOME = [5, 6, 7, 8, 9, 9, 11, 12]
 TWINS = [(0, 4, 5)]
 
 
-def job(pieces: list[SpanMove], twins: list[tuple[int, int, int]], blocks: list[int]) -> Any:
+def job(pieces, twins, blocks):
     from kvtier.connectors.vllm.metadata import SpanJob
 
     return SpanJob(1, None, pieces, blocks, "r", 8, twins)  # type: ignore[arg-type]
 
 
-def test_tokens_go_to_their_places_with_keys_of_their_new_positions() -> None:
+def test_tokens_go_to_their_places_with_keys_of_their_new_positions():
     worker = Worker(HOME)
     blocks = [7, 2, 5, 8, 1]
     pieces = [SpanMove(0, 2, 5, 9, 7), SpanMove(0, 0, 2, 14, 14)]
@@ -144,7 +142,7 @@ def test_tokens_go_to_their_places_with_keys_of_their_new_positions() -> None:
                 assert all(not worker.read(layer, block, token).any() for layer in range(LAYERS))
 
 
-def test_a_step_copies_for_as_long_as_it_may_and_the_next_goes_on() -> None:
+def test_a_step_copies_for_as_long_as_it_may_and_the_next_goes_on():
     worker = Worker(HOME)
     pieces = [SpanMove(0, at, 1, at, 0) for at in range(6)]
     worker.mover.begin(job(pieces, TWINS, [0, 1]))
@@ -162,7 +160,7 @@ def test_a_step_copies_for_as_long_as_it_may_and_the_next_goes_on() -> None:
     ("twins", "why"),
     [([(0, 3, 4)], "other tokens"), ([], "none"), ([(0, 5, 4), (0, 0, 1)], "some")],
 )
-def test_a_rotation_that_is_not_seen_to_be_right_moves_nothing(twins, why) -> None:
+def test_a_rotation_that_is_not_seen_to_be_right_moves_nothing(twins, why):
     worker = Worker(HOME)
     worker.mover.begin(job([SpanMove(0, 0, 8, 8, 8)], twins, [0, 1, 2, 3]))
     ((_, failed),) = worker.go_on()
@@ -170,7 +168,7 @@ def test_a_rotation_that_is_not_seen_to_be_right_moves_nothing(twins, why) -> No
     assert not any(cache.any() for cache in worker.caches.values())
 
 
-def test_the_rotation_is_checked_once() -> None:
+def test_the_rotation_is_checked_once():
     worker = Worker(HOME)
     for twins, expected in (([], True), (TWINS, False), ([], False)):
         worker.mover.begin(job([SpanMove(0, 0, 8, 8, 8)], twins, [0, 1, 2, 3]))
@@ -178,7 +176,7 @@ def test_the_rotation_is_checked_once() -> None:
         assert failed == expected
 
 
-def test_jobs_are_given_up_together() -> None:
+def test_jobs_are_given_up_together():
     worker = Worker(HOME)
     jobs = [job([SpanMove(0, 0, 8, 8, 8)], TWINS, [0, 1, 2, 3]) for _ in range(2)]
     for one in jobs:
@@ -195,7 +193,7 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
     pass
 
 
-def with_rotary(rotary: nn.Module, more: nn.Module | None = None) -> nn.Module:
+def with_rotary(rotary, more=None):
     model = LlamaForCausalLM()
     model.rotary = rotary
     if more is not None:
@@ -212,12 +210,12 @@ def with_rotary(rotary: nn.Module, more: nn.Module | None = None) -> nn.Module:
         (lambda: with_rotary(nn.Identity()), "rotary modules"),
     ],
 )
-def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(make, told) -> None:
+def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(make, told):
     with pytest.raises(LayoutError, match=told):
         Worker(HOME, make())
 
 
-def test_a_table_shorter_than_the_longest_prompt_is_refused() -> None:
+def test_a_table_shorter_than_the_longest_prompt_is_refused():
     from kvtier.extensions.spans.mover import rotation_of_model
 
     model = LlamaForCausalLM()
@@ -225,7 +223,7 @@ def test_a_table_shorter_than_the_longest_prompt_is_refused() -> None:
         rotation_of_model(list(model.layers), 257)
 
 
-def test_kv_that_lies_in_a_form_that_was_not_tried_is_refused() -> None:
+def test_kv_that_lies_in_a_form_that_was_not_tried_is_refused():
     from kvtier.extensions.spans.mover import Mover
 
     model = LlamaForCausalLM()
@@ -247,7 +245,7 @@ LATENT = 12
 class LatentKernel:
     """As vLLM's for latent attention: a token's latent, and then its rotated key."""
 
-    def do_kv_cache_update(self, latents, keys, cache, slots, *_form) -> None:
+    def do_kv_cache_update(self, latents, keys, cache, slots, *_form):
         rows = cache.view(-1, LATENT + DIM)
         rows[slots, :LATENT], rows[slots, LATENT:] = latents, keys.squeeze(1)
 
@@ -257,7 +255,7 @@ class LatentAttention(nn.Module):
     kv_lora_rank, qk_rope_head_dim = LATENT, DIM
     kv_cache_dtype, _k_scale = "auto", 1.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.impl = LatentKernel()
 
@@ -267,14 +265,14 @@ class DeepseekScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DeepseekV3ForCausalLM(nn.Module):
-    def __init__(self, attention: type[nn.Module] = LatentAttention) -> None:
+    def __init__(self, attention=LatentAttention):
         super().__init__()
         self.rotary = DeepseekScalingRotaryEmbedding()
         self.layers = nn.ModuleList(attention() for _ in range(LAYERS))
 
 
 class LatentLlama(LlamaForCausalLM):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(LatentAttention() for _ in range(LAYERS))
 
@@ -282,7 +280,7 @@ class LatentLlama(LlamaForCausalLM):
 LatentLlama.__name__ = LlamaForCausalLM.__name__
 
 
-def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
+def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not():
     from kvtier.extensions.spans.mover import Mover
 
     model = DeepseekV3ForCausalLM()
@@ -292,7 +290,7 @@ def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
     rotation = rotation_of(RotaryEmbedding()._compute_cos_sin_cache(), DIM, neox=False)
     raw = torch.randn(LAYERS, 32, LATENT + DIM)
 
-    def at(layer: int, token: int, place: int) -> torch.Tensor:
+    def at(layer, token, place):
         latent, key = raw[layer, token].split([LATENT, DIM])
         return torch.cat((latent, rotation.moved(key, place)))
 
@@ -317,7 +315,7 @@ def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not() -> None:
     ],
     ids=["latents expanded to heads", "latents that are not known"],
 )
-def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(make, told) -> None:
+def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(make, told):
     from kvtier.extensions.spans.mover import rotation_of_model
 
     model = make()
@@ -335,9 +333,7 @@ def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(make, to
         (2, 1, False, None, ["WINDOW"], "full"),
     ],
 )
-def test_engines_in_which_nothing_is_moved_say_why(
-    workers: int, parts: int, drafts: Any, kinds: list[str], told: str, *, v2: bool
-) -> None:
+def test_engines_in_which_nothing_is_moved_say_why(workers, parts, drafts, kinds, told, *, v2):
     """Two ranks of tensor parallelism. ``parts``: ranks that have parts of a prompt's tokens."""
     from kvtier.connectors.vllm.groups import Kind
     from kvtier.extensions.spans.mover import mover_of

@@ -1,11 +1,8 @@
 """Documents whose first tokens are computed in place, in vLLM's own scheduler: two halves of a
 load, the second of which all ranks begin in one step, and what becomes of those that fail."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -28,14 +25,14 @@ from tests.unit.extensions.spans.test_vllm_spans import (
     totals,
     warm,
 )
-from tests.unit.real_scheduler import BLOCK, CHUNK, Core
+from tests.unit.real_scheduler import BLOCK, CHUNK
 
 __all__ = ["on", "totals"]
 
 NOTE = list(range(700, 707))
 
 
-def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(on, totals) -> None:
+def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(on, totals):
     warm(on, CATS, DOGS, ANTS)
     made = prompt(ANTS, CATS, DOGS)
     request = blend(on, "blended", made, first=5, max_tokens=5)
@@ -66,14 +63,14 @@ def test_the_pass_follows_the_copies_and_has_the_first_tokens_of_moved_spans(on,
     assert found["spans_moved"] + found["spans_computed"] + found["spans_kept"] == end
 
 
-def of_two_ranks(on: Core) -> Any:
+def of_two_ranks(on):
     """Spans that wait for a second rank's reports."""
     spans = spans_of(on)
     spans._jobs._parts *= 2
     return spans
 
 
-def test_nothing_is_ordered_before_the_last_rank_has_copied(on: Core) -> None:
+def test_nothing_is_ordered_before_the_last_rank_has_copied(on):
     """A rank that began earlier would wait for the others inside the model."""
     from kvtier.connectors.vllm.metadata import StepReport
 
@@ -94,7 +91,7 @@ def test_nothing_is_ordered_before_the_last_rank_has_copied(on: Core) -> None:
     on.end()
 
 
-def test_ranks_that_have_copied_end_together_with_one_that_could_not(on: Core) -> None:
+def test_ranks_that_have_copied_end_together_with_one_that_could_not(on):
     """vLLM hears of a load from all ranks in one way, so they fail together."""
     from kvtier.connectors.vllm.metadata import StepReport
 
@@ -112,9 +109,7 @@ def test_ranks_that_have_copied_end_together_with_one_that_could_not(on: Core) -
     on.end()
 
 
-def test_a_pass_that_fails_is_computed_exactly_and_after_three_it_is_off(
-    on: Core, totals: Counter[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pass_that_fails_is_computed_exactly_and_after_three_it_is_off(on, totals, caplog):
     caplog.set_level(logging.ERROR, "kvtier")
     warm(on, CATS, DOGS)
     for time in range(3):
@@ -141,7 +136,7 @@ def test_a_pass_that_fails_is_computed_exactly_and_after_three_it_is_off(
     assert len(metadata(on).spans) == 1, "moving goes on"
 
 
-def test_weights_that_are_replaced_are_no_fault_of_the_pass(on: Core) -> None:
+def test_weights_that_are_replaced_are_no_fault_of_the_pass(on):
     warm(on, CATS, DOGS)
     spans = spans_of(on)
     for time in range(3):
@@ -154,14 +149,14 @@ def test_weights_that_are_replaced_are_no_fault_of_the_pass(on: Core) -> None:
     assert not spans.why_not_in_place
 
 
-def replaced() -> Any:
+def replaced():
     """What a rank says whose weights were replaced."""
     from kvtier.connectors.vllm.metadata import StepReport
 
     return StepReport(replacements=Counter({0: 1}))
 
 
-def test_a_request_that_is_aborted_between_the_halves_ends_with_its_pass(on: Core) -> None:
+def test_a_request_that_is_aborted_between_the_halves_ends_with_its_pass(on):
     from vllm.v1.request import RequestStatus
 
     warm(on, CATS, DOGS)
@@ -178,7 +173,7 @@ def test_a_request_that_is_aborted_between_the_halves_ends_with_its_pass(on: Cor
     assert pool.get_num_free_blocks() == free
 
 
-def test_a_step_computes_no_more_in_place_than_an_engine_computes_in_a_step(on: Core) -> None:
+def test_a_step_computes_no_more_in_place_than_an_engine_computes_in_a_step(on):
     spans = spans_of(on)
     spans._most_in_place = 12
     warm(on, CATS, DOGS, ANTS)
@@ -195,7 +190,7 @@ def test_a_step_computes_no_more_in_place_than_an_engine_computes_in_a_step(on: 
     assert told(on, shorter)["reused"] == end - 7, "the last document's would be too much"
 
 
-def test_what_is_missing_between_documents_is_computed_in_place(on, totals) -> None:
+def test_what_is_missing_between_documents_is_computed_in_place(on, totals):
     """A document without a home, and tokens that are in no range."""
     warm(on, CATS, DOGS)
     made = compose(lambda _: [], ANCHOR, [CATS, ANTS, NOTE, DOGS], QUESTION)
@@ -226,7 +221,7 @@ def test_what_is_missing_between_documents_is_computed_in_place(on, totals) -> N
     assert found["spans_moved"] + found["spans_computed"] + found["spans_kept"] == end
 
 
-def test_the_first_document_may_be_missing(on: Core) -> None:
+def test_the_first_document_may_be_missing(on):
     """Every home has the anchor."""
     warm(on, DOGS)
     made = prompt(ANTS, DOGS)
@@ -239,7 +234,7 @@ def test_the_first_document_may_be_missing(on: Core) -> None:
     assert [run.tokens for run in order.runs] == [[*ANTS, *DOGS[:3]]]
 
 
-def test_a_document_of_which_only_the_beginning_is_there_is_completed(on: Core) -> None:
+def test_a_document_of_which_only_the_beginning_is_there_is_completed(on):
     """Somebody asked of it behind the anchor, so whole chunks of it are there."""
     ask(on, "alone", [*ANCHOR, *ANTS, *QUESTION])
     warm(on, CATS, DOGS)
@@ -254,7 +249,7 @@ def test_a_document_of_which_only_the_beginning_is_there_is_completed(on: Core) 
     assert told(on, request)["missing"] == [2]
 
 
-def test_what_left_between_lookup_and_load_is_computed(on, monkeypatch) -> None:
+def test_what_left_between_lookup_and_load_is_computed(on, monkeypatch):
     """A store may drop chunks at any time that nobody holds."""
     warm(on, CATS, DOGS, ANTS)
     made = prompt(CATS, DOGS, ANTS)
@@ -263,7 +258,7 @@ def test_what_left_between_lookup_and_load_is_computed(on, monkeypatch) -> None:
     home = scheduler._prompts[request.request_id].notes[spans_of(on)].homes[1]
     store, lookup = scheduler.store, scheduler.store.lookup
 
-    def dropped(keys: Any) -> Any:
+    def dropped(keys):
         found = lookup(keys)
         if keys == home:
             store.invalidate(keys[-1:])
@@ -281,7 +276,7 @@ def test_what_left_between_lookup_and_load_is_computed(on, monkeypatch) -> None:
     assert told(on, request)["missing"] == [2]
 
 
-def test_a_promise_does_not_end_in_a_hole(on: Core) -> None:
+def test_a_promise_does_not_end_in_a_hole(on):
     """Of the last document no whole block would be there."""
     short = DOGS[: BLOCK // 2]
     warm(on, CATS, DOGS, short)
@@ -297,7 +292,7 @@ def test_a_promise_does_not_end_in_a_hole(on: Core) -> None:
 
 
 @pytest.mark.parametrize("most", [0, 20])
-def test_what_is_too_much_to_be_computed_in_place_ends_it(on: Core, most: int) -> None:
+def test_what_is_too_much_to_be_computed_in_place_ends_it(on, most):
     spans = spans_of(on)
     if most:
         spans._most_in_place = most
@@ -315,14 +310,12 @@ def test_what_is_too_much_to_be_computed_in_place_ends_it(on: Core, most: int) -
 
 
 @pytest.mark.parametrize("first", [-1, True, "16", 1.5, None])
-def test_what_is_no_number_of_tokens_is_malformed(on, totals, first) -> None:
+def test_what_is_no_number_of_tokens_is_malformed(on, totals, first):
     blend(on, "asks", prompt(CATS, DOGS), first=first)
     assert counts(on, totals) == {"unblended_malformed": 1}
 
 
-def test_workers_that_cannot_compute_in_place_move_for_those_who_do_not_ask_for_it(
-    on: Core, totals: Counter[str]
-) -> None:
+def test_workers_that_cannot_compute_in_place_move_for_those_who_do_not_ask_for_it(on, totals):
     spans_of(on).why_not_in_place = "LoRA is on"
     warm(on, CATS, DOGS)
     blend(on, "asks", prompt(CATS, DOGS), first=5)

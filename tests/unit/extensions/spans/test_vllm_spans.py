@@ -1,20 +1,17 @@
 """Documents from other prompts, in vLLM's own scheduler: what is loaded from where, what is kept of
 it (nothing), and what a request that cannot have them gets instead."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from kvtier.core.lookup import Asking
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime
-from kvtier.spans import Composed, compose, homes
-from tests.unit.real_scheduler import BLOCK, CHUNK, Core
+from kvtier.spans import compose, homes
+from tests.unit.real_scheduler import BLOCK, CHUNK
 from tests.unit.scheduler_half import extension
 
 FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
@@ -26,41 +23,41 @@ QUESTION = list(range(500, 510))
 
 
 @pytest.fixture
-def on(core: Core) -> Core:
+def on(core):
     """An engine whose workers can move tokens, and compute some in place."""
     spans = spans_of(core)
     spans.why_not = spans.why_not_in_place = ""
     return core
 
 
-def spans_of(core: Core) -> Any:
+def spans_of(core):
     from kvtier.extensions.spans.engine import Spans
 
     return extension(core.connector._scheduler, Spans)
 
 
-def warm(core: Core, *documents: list[int], **more: Any) -> None:
+def warm(core, *documents, **more):
     for index, home in enumerate(homes(ANCHOR, list(documents), CHUNK)):
         ask(core, f"home {index} {more}", home.tokens, **more)
     assert core.scheduler.reset_prefix_cache(), "from here on only kvtier has homes"
 
 
-def ask(core: Core, name: str, tokens: list[int], **more: Any) -> Any:
+def ask(core, name, tokens, **more):
     request = core.request(name, tokens, **more)
     core.add(request)
     core.run(name)
     return request
 
 
-def prompt(*documents: list[int]) -> Composed:
+def prompt(*documents):
     return compose(lambda _: [], ANCHOR, list(documents), QUESTION)
 
 
-def asking(made: Composed) -> dict[str, Any]:
+def asking(made):
     return {FIELD: [list(one) for one in made.ranges]}
 
 
-def blend(core: Core, name: str, made: Composed, first: Any = 0, **more: Any) -> Any:
+def blend(core, name, made, first=0, **more):
     """A new request that asks for the spans of its prompt."""
     request = core.request(name, made.tokens, **more)
     request.kv_transfer_params = asking(made) | ({FIRST: first} if first != 0 else {})
@@ -68,29 +65,29 @@ def blend(core: Core, name: str, made: Composed, first: Any = 0, **more: Any) ->
     return request
 
 
-def metadata(core: Core) -> Any:
+def metadata(core):
     return core.output.kv_connector_metadata
 
 
-def told(core: Core, request: Any) -> Any:
+def told(core, request):
     """What its answer says, which ends it."""
     _, params = core.connector.request_finished(request, [])
     return (params or {}).get(FIELD)
 
 
-def own_hit(core: Core, request: Any) -> int:
+def own_hit(core, request):
     """Tokens that vLLM's own prefix cache has for it."""
     return int(core.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
 
 @pytest.fixture
-def totals(core: Core, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def totals(core, monkeypatch):
     """All counts of spans so far: vLLM takes them after every step."""
     found: Counter[str] = Counter()
     spans = spans_of(core)
     new = spans.counts
 
-    def told_again() -> dict[str, int]:
+    def told_again():
         counts: dict[str, int] = new()
         found.update(counts)
         return counts
@@ -99,12 +96,12 @@ def totals(core: Core, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def counts(core: Core, totals: Counter[str]) -> dict[str, int]:
+def counts(core, totals):
     core.connector._scheduler.counts()
     return dict(totals)
 
 
-def test_every_token_is_loaded_once_from_the_home_it_belongs_to(on, totals) -> None:
+def test_every_token_is_loaded_once_from_the_home_it_belongs_to(on, totals):
     warm(on, CATS, DOGS, ANTS)
     made = prompt(ANTS, CATS, DOGS)
     request = blend(on, "blended", made, max_tokens=5)
@@ -134,7 +131,7 @@ def test_every_token_is_loaded_once_from_the_home_it_belongs_to(on, totals) -> N
     assert found["spans_kept"] == made.ranges[1].end
 
 
-def test_nothing_of_a_blended_request_is_saved_and_nobody_else_finds_its_blocks(on: Core) -> None:
+def test_nothing_of_a_blended_request_is_saved_and_nobody_else_finds_its_blocks(on):
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = blend(on, "blended", made, max_tokens=3 * CHUNK)
@@ -153,7 +150,7 @@ def test_nothing_of_a_blended_request_is_saved_and_nobody_else_finds_its_blocks(
     assert own_hit(on, again) == 0, "nor does another blended request"
 
 
-def test_places_of_the_same_token_are_told_until_all_ranks_have_checked_the_rotation(on) -> None:
+def test_places_of_the_same_token_are_told_until_all_ranks_have_checked_the_rotation(on):
     warm(on, CATS, DOGS)
     told_of = []
     for name in ("fails", "checks", "trusts"):
@@ -166,7 +163,7 @@ def test_places_of_the_same_token_are_told_until_all_ranks_have_checked_the_rota
     assert told_of == [True, True, False]
 
 
-def test_an_exact_request_goes_on_being_saved_beside_it(on: Core) -> None:
+def test_an_exact_request_goes_on_being_saved_beside_it(on):
     warm(on, CATS, DOGS)
     made = prompt(DOGS, CATS)
     blend(on, "blended", made)
@@ -174,7 +171,7 @@ def test_an_exact_request_goes_on_being_saved_beside_it(on: Core) -> None:
     assert on.hit(on.request("again", made.tokens)) == (len(made.tokens) - 1) // CHUNK * CHUNK
 
 
-def test_what_the_prompt_has_itself_is_loaded_and_saved_as_ever(on: Core) -> None:
+def test_what_the_prompt_has_itself_is_loaded_and_saved_as_ever(on):
     made = prompt(CATS, DOGS)
     longer = made._replace(tokens=[*made.tokens, *range(600, 600 + CHUNK)])
     ask(on, "exact", longer.tokens)
@@ -187,7 +184,7 @@ def test_what_the_prompt_has_itself_is_loaded_and_saved_as_ever(on: Core) -> Non
     assert told(on, request)["declined"] == "exact"
 
 
-def test_what_is_missing_behind_all_that_is_there_ends_it(on: Core) -> None:
+def test_what_is_missing_behind_all_that_is_there_ends_it(on):
     warm(on, CATS)
     made = prompt(CATS, ANTS)
     request = blend(on, "missing", made)
@@ -198,7 +195,7 @@ def test_what_is_missing_behind_all_that_is_there_ends_it(on: Core) -> None:
     assert told(on, request) == {"reused": 0, "declined": "missing", "missing": [2]}
 
 
-def test_homes_are_found_under_the_requests_own_salt(on: Core) -> None:
+def test_homes_are_found_under_the_requests_own_salt(on):
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     blend(on, "theirs", made, cache_salt="theirs")
@@ -211,7 +208,7 @@ def test_homes_are_found_under_the_requests_own_salt(on: Core) -> None:
     assert len(metadata(on).spans) == 1
 
 
-def test_a_load_that_fails_is_computed_and_not_promised_again(on, totals) -> None:
+def test_a_load_that_fails_is_computed_and_not_promised_again(on, totals):
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = blend(on, "fails", made)
@@ -225,7 +222,7 @@ def test_a_load_that_fails_is_computed_and_not_promised_again(on, totals) -> Non
     assert counts(on, totals)["unblended_failed"] == 1
 
 
-def test_a_request_that_is_aborted_while_it_loads_keeps_its_slots_until_then(on: Core) -> None:
+def test_a_request_that_is_aborted_while_it_loads_keeps_its_slots_until_then(on):
     from vllm.v1.request import RequestStatus
 
     warm(on, CATS, DOGS)
@@ -239,7 +236,7 @@ def test_a_request_that_is_aborted_while_it_loads_keeps_its_slots_until_then(on:
     assert not spans.waits
 
 
-def test_requests_that_do_not_ask_are_left_as_they_are(on: Core) -> None:
+def test_requests_that_do_not_ask_are_left_as_they_are(on):
     request = on.request("plain", prompt(CATS).tokens)
     hashes, salt = list(request.block_hashes), request.cache_salt
     on.add(request)
@@ -257,7 +254,7 @@ def test_requests_that_do_not_ask_are_left_as_they_are(on: Core) -> None:
         ([[at, at + 1] for at in range(66)], "many"),
     ],
 )
-def test_malformed_ranges_are_counted_and_change_nothing(on, totals, given, reason) -> None:
+def test_malformed_ranges_are_counted_and_change_nothing(on, totals, given, reason):
     request = on.request("asks", prompt(CATS).tokens)
     request.kv_transfer_params = {FIELD: given}
     hashes = list(request.block_hashes)
@@ -267,9 +264,7 @@ def test_malformed_ranges_are_counted_and_change_nothing(on, totals, given, reas
     assert told(on, request) == {"reused": 0, "declined": reason, "missing": []}
 
 
-def test_media_and_streams_are_refused_by_name_and_each_is_warned_of_once(
-    on: Core, totals: Counter[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_media_and_streams_are_refused_by_name_and_each_is_warned_of_once(on, totals, caplog):
     made = prompt(CATS, DOGS)
     with caplog.at_level(logging.WARNING, "kvtier"):
         asked = [
@@ -291,7 +286,7 @@ def test_media_and_streams_are_refused_by_name_and_each_is_warned_of_once(
     ]
 
 
-def test_homes_that_other_weights_have_computed_are_not_served(on: Core) -> None:
+def test_homes_that_other_weights_have_computed_are_not_served(on):
     warm(on, CATS, DOGS)
     blend(on, "before", prompt(CATS, DOGS), max_tokens=5)
     on.step(replaced=True)
@@ -302,9 +297,7 @@ def test_homes_that_other_weights_have_computed_are_not_served(on: Core) -> None
     assert told(on, request)["declined"] == "missing"
 
 
-def test_an_engine_whose_runner_moves_nothing_says_so_by_name_and_answers_exactly(
-    core: Core, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_whose_runner_moves_nothing_says_so_by_name_and_answers_exactly(core, caplog):
     why = "spans have not run with vLLM's Model Runner V2, the default on GPUs"
     core.connector._config = core.connector._config.with_keys(spans=True)
     core.connector.set_xfer_handshake_metadata_pp_aware(
@@ -318,7 +311,7 @@ def test_an_engine_whose_runner_moves_nothing_says_so_by_name_and_answers_exactl
     assert caplog.text.count(f"a request asks for {FIELD} and is computed exactly: {why}") == 1
 
 
-def uncached(core: Core, name: str, made: Composed) -> Any:
+def uncached(core, name, made):
     """It asks for documents, and that kvtier is kept out of it."""
     request = core.request(name, made.tokens)
     request.kv_transfer_params = asking(made) | {"kvtier.cache": False}
@@ -326,7 +319,7 @@ def uncached(core: Core, name: str, made: Composed) -> Any:
     return request
 
 
-def test_without_the_operators_word_a_request_that_asks_is_as_any_other(core, totals) -> None:
+def test_without_the_operators_word_a_request_that_asks_is_as_any_other(core, totals):
     warm(core, CATS, DOGS)
     request = blend(core, "asks", prompt(CATS, DOGS))
     assert request.cache_salt is None
@@ -336,7 +329,7 @@ def test_without_the_operators_word_a_request_that_asks_is_as_any_other(core, to
     assert counts(core, totals)["unblended_off"] == 1
 
 
-def test_an_engine_that_does_not_heed_a_new_salt_blends_nothing(on, totals) -> None:
+def test_an_engine_that_does_not_heed_a_new_salt_blends_nothing(on, totals):
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = on.request("asks", made.tokens)
@@ -352,9 +345,7 @@ def test_an_engine_that_does_not_heed_a_new_salt_blends_nothing(on, totals) -> N
 
 
 @pytest.mark.parametrize(("wait_s", "loaded"), [(0.001, 3), (5.0, 2)], ids=["soon", "late"])
-def test_a_home_that_takes_longer_to_come_than_to_compute_is_left(
-    on: Core, monkeypatch: pytest.MonkeyPatch, wait_s: float, loaded: int
-) -> None:
+def test_a_home_that_takes_longer_to_come_than_to_compute_is_left(on, monkeypatch, wait_s, loaded):
     warm(on, CATS, DOGS, ANTS)
     put_far(on, monkeypatch, [DOGS], wait_s)
     made = prompt(ANTS, CATS, DOGS)
@@ -366,9 +357,7 @@ def test_a_home_that_takes_longer_to_come_than_to_compute_is_left(
     assert told(on, request)["missing"] == [], "it is there, and to warm it would not help"
 
 
-def test_a_request_whose_homes_are_all_too_slow_is_computed_exactly(
-    on: Core, totals: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_whose_homes_are_all_too_slow_is_computed_exactly(on, totals, monkeypatch):
     warm(on, CATS, DOGS)
     put_far(on, monkeypatch, [CATS, DOGS], 5.0)
     request = blend(on, "asks", prompt(CATS, DOGS), max_tokens=5)
@@ -378,13 +367,13 @@ def test_a_request_whose_homes_are_all_too_slow_is_computed_exactly(
     assert counts(on, totals)["unblended_slower"] == 1
 
 
-def test_a_shared_tier_is_asked_for_homes_and_not_for_the_prompt_itself(on, monkeypatch) -> None:
+def test_a_shared_tier_is_asked_for_homes_and_not_for_the_prompt_itself(on, monkeypatch):
     """It may always have the prompt. Hardly anything would be moved if that were waited for."""
     warm(on, CATS, DOGS)
     store = on.connector._scheduler.store
     lookup = store.lookup
 
-    def looked_up(keys: Any) -> Any:
+    def looked_up(keys):
         found = lookup(keys)
         asks = found.known < len(keys)
         return found._replace(asking=Asking(0.001, 0.002, 0.5)) if asks else found
@@ -398,7 +387,7 @@ def test_a_shared_tier_is_asked_for_homes_and_not_for_the_prompt_itself(on, monk
     assert moved == job.tokens - made.ranges[2].begin
 
 
-def put_far(core, monkeypatch, documents, wait_s) -> None:
+def put_far(core, monkeypatch, documents, wait_s):
     """The homes of these lie in a lower tier. A token takes a millisecond to compute."""
     scheduler = core.connector._scheduler
     known = Prefill(PrefillTime(1e-3))
@@ -406,7 +395,7 @@ def put_far(core, monkeypatch, documents, wait_s) -> None:
     far = {scheduler._layout.keys(one.tokens)[-1] for one in homes(ANCHOR, documents, CHUNK)}
     lookup = scheduler.store.lookup
 
-    def looked_up(keys: Any) -> Any:
+    def looked_up(keys):
         found = lookup(keys)
         is_far = bool(keys) and keys[-1] in far
         return found._replace(steps=[(0, 0.0), (found.known, wait_s)]) if is_far else found
@@ -414,7 +403,7 @@ def put_far(core, monkeypatch, documents, wait_s) -> None:
     monkeypatch.setattr(scheduler.store, "lookup", looked_up)
 
 
-def test_one_request_claims_a_quarter_of_ram_at_most(on, totals, monkeypatch, caplog) -> None:
+def test_one_request_claims_a_quarter_of_ram_at_most(on, totals, monkeypatch, caplog):
     scheduler = on.connector._scheduler
     quarter = scheduler.store.pool.slots // 4
     long = [list(range(1000 * n, 1000 * n + 300)) for n in (1, 2)]
@@ -433,7 +422,7 @@ def test_one_request_claims_a_quarter_of_ram_at_most(on, totals, monkeypatch, ca
     assert caplog.text.count("more than a quarter of the slots") == 1
 
 
-def test_a_request_that_was_preempted_is_put_together_again_and_still_not_saved(on: Core) -> None:
+def test_a_request_that_was_preempted_is_put_together_again_and_still_not_saved(on):
     warm(on, CATS, DOGS)
     made = prompt(CATS, DOGS)
     request = blend(on, "preempted", made, max_tokens=2 * CHUNK)
