@@ -63,7 +63,6 @@ def failures(kind: str, outcomes: Sequence[Outcome]) -> int:
 
 
 def wrote(files: Sequence[Path]) -> None:
-    """Say where the results are."""
     print("Wrote", ", ".join(map(str, files)))
 
 
@@ -109,21 +108,18 @@ def measuring(args: argparse.Namespace, tell: Callable[[], object]) -> Iterator[
 
 
 def each_arm(arms: Sequence[NamedArm]) -> Iterator[NamedArm]:
-    """The arms one after another, each told before it begins."""
     for number, arm in enumerate(arms, 1):
         say(f"arm {number} of {len(arms)}, {arm.name}: {arm.about}")
         yield arm
 
 
 def emptied(folder: Path) -> Path:
-    """This folder, new and empty."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
 
 def say(text: str) -> None:
-    """One line of a log, with the time of day."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 

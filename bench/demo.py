@@ -67,8 +67,6 @@ _RESET_TRIES, _RESET_PAUSE_S = 20, 0.5
 
 
 class Finish(Enum):
-    """The end of a demo."""
-
     WHOLE, LATE, STOPPED = range(3)
 
 
@@ -103,7 +101,6 @@ class Costs:
         return self.documents(tokens) + _SETTLE_S + self.hits
 
     def arm(self, arm: Arm, tokens: int) -> float:
-        """An arm with an engine of its own, or two."""
         starts = (2 if arm.second_engine else 1) * self.starts(tokens)
         return starts + self.documents(tokens) + (self.hits + _SETTLE_S if arm.caches else 0.0)
 
@@ -125,8 +122,6 @@ class Costs:
 
 @dataclass(slots=True)
 class Demo:
-    """One run within a bound."""
-
     args: argparse.Namespace
     bound_s: float
     progress: Progress
@@ -260,8 +255,6 @@ def _empty_gpu_cache(base_url: str) -> None:
 
 @contextmanager
 def _bounded(bound_s: float) -> Iterator[None]:
-    """Raise OutOfTimeError in the block after so many seconds."""
-
     def end(*_: object) -> None:
         raise OutOfTimeError
 

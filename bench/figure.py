@@ -22,7 +22,6 @@ WIDTH = 12
 
 
 def subplots(*grid: int, height: float, **more: Any) -> tuple[Any, Any]:
-    """A figure and its axes."""
     importlib.import_module("matplotlib").use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(*grid, figsize=(WIDTH, height), **more)
@@ -34,7 +33,6 @@ def title(figure: Any, text: str, place: tuple[float, float], **more: Any) -> No
 
 
 def save(figure: Any, axes: Iterable[Any], path: Path) -> Path:
-    """Write the picture, and close it."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=100)

@@ -100,7 +100,6 @@ def chosen(args: argparse.Namespace, work: type, presets: Presets) -> argparse.N
 
 
 def shape_of(args: argparse.Namespace, work: type) -> dict[str, Any]:
-    """The workload's fields as the command line says them."""
     return {one.name: getattr(args, one.name) for one in _flags(work)}
 
 
@@ -109,8 +108,6 @@ def _flags(work: type) -> list[Any]:
 
 
 def names_in(arms: Mapping[str, Arm]) -> Callable[[str], list[Arm]]:
-    """The type of a comma list of these names."""
-
     def named(text: str) -> list[Arm]:
         unknown = [name for name in text.split(",") if name not in arms]
         if unknown:

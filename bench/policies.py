@@ -32,7 +32,6 @@ from kvtier.bench.traces.simulate import simulate as served
 from kvtier.eviction.saved_compute import SavedCompute
 
 SIZES = ("1%", "2.5%", "5%", "10%", "20%")
-"""RAM, of all different chunks."""
 IN_RAM = (
     *(f"--policy {name}" for name in FIXED),
     "--policy auto",
@@ -51,7 +50,6 @@ IN_BOTH = (
 )
 """Without ``--write`` NVMe is written when RAM drops a chunk."""
 KIND_SIZES = ("2.5%", "5%")
-"""RAM for each kind of generated traffic."""
 KIND_POLICIES = (*FIXED, "auto")
 KIND_POLICIES_IN_BOTH = ("lru", "auto")
 _HOURS, _SEED = 2.0, 0
@@ -162,7 +160,6 @@ def _regret(rows: Mapping[str, float | None], names: Sequence[str]) -> tuple[str
 
 
 def shown_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
-    """A table with NVMe below RAM."""
     cells = [
         [
             f"`{words}`",
@@ -179,7 +176,6 @@ def shown_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
 
 
 def shown_kinds(rows: Mapping[str, float | None]) -> list[list[str]]:
-    """A table of generated traffic by its kind."""
     cells = [
         [
             f"{kind}, {size}",
@@ -194,7 +190,6 @@ def shown_kinds(rows: Mapping[str, float | None]) -> list[list[str]]:
 
 
 def shown_kinds_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
-    """A table of generated traffic with NVMe below RAM."""
     names = [[f"{kind}: {policy} {BOTH}" for policy in KIND_POLICIES_IN_BOTH] for kind in KINDS]
     cells = [
         [

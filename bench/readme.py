@@ -73,7 +73,6 @@ class Rows(NamedTuple):
     end: Callable[[], str] = str
 
     def refreshed(self, text: str) -> str:
-        """The table in ``text`` with what the results say now."""
         results = [_read(name) for name in self.files]
         known = {
             name.partition(" (ratio")[0]: (row, found["command"])
@@ -223,7 +222,6 @@ def multi_turn() -> str:
 
 
 def ranks() -> str:
-    """One cache server under two engines, and a Store in each."""
     found = _read("ranks")
     values = _named(found)
 
@@ -266,7 +264,6 @@ def spans() -> str:
 
 
 def spans_toy() -> str:
-    """The toy's right answers by kind of question, beside the times."""
     found = _read("spans_toy")
     arms = _ran(found)
     kinds = list(arms["none"]["by_kind"])
@@ -392,7 +389,6 @@ def queue() -> str:
 
 
 def usual_pairs() -> str:
-    """Plans of ``kvtier plan`` for usual pairs of GPU and model."""
     return table(pairs.usual_pairs())
 
 
@@ -419,7 +415,6 @@ PAGES: dict[str, dict[str, Callable[[], str] | Rows]] = {
     },
     "kvtier/extensions/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
 }
-"""The parts of each page."""
 
 
 def rewritten(page: str, text: str) -> str:
@@ -440,7 +435,6 @@ def replaced(page: str, text: str, name: str, made: str) -> str:
 
 
 def _between(page: str, text: str, name: str) -> tuple[str, str, str]:
-    """Text before a part of the page, in it and behind it."""
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
     before, found, rest = text.partition(begin)
     part, closed, after = rest.partition(end)

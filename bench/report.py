@@ -52,7 +52,6 @@ class Row:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """``(median, min, max)`` of at least one value."""
     return statistics.median(values), min(values), max(values)
 
 
@@ -63,7 +62,6 @@ def median_row(
     limit: float | None = None,
     ratio: float | None = None,
 ) -> Row:
-    """The median of at least one value, with the lowest and the highest."""
     middle, low, high = spread(values)
     return Row(name, middle, unit, limit, ratio, low, high)
 
@@ -75,7 +73,6 @@ def mean_row(
     limit: float | None = None,
     ratio: float | None = None,
 ) -> Row:
-    """The mean of at least one value, with the lowest and the highest."""
     return Row(name, statistics.fmean(values), unit, limit, ratio, min(values), max(values))
 
 
@@ -93,7 +90,6 @@ _MORE_IS_BETTER = ("GB/s", "tokens/s", "chunks/s")
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table of the rows, and what is better in it."""
     heads = ["", "value", "unit", "lowest", "highest", "limit", "ratio to the limit", "better"]
     print("\n".join(table(heads, [_cells(row) for row in rows], numbers=(1, 3, 4, 5, 6))))
 

@@ -57,7 +57,6 @@ _PIECE = 64 << 10
 
 class Answer(NamedTuple):
     seconds: float
-    """Seconds to the first token."""
     cached: int
     """Tokens that were not computed."""
 
@@ -107,8 +106,6 @@ def serve_documents(model: str, tokens: int, arm: str) -> None:
 
 
 class Arm(LineProcess):
-    """The other end of :func:`serve_documents`."""
-
     def __init__(
         self, arm: str, model: Path, tokens: int, tier: Mapping[str, str], log: Path
     ) -> None:
@@ -132,7 +129,6 @@ class Arm(LineProcess):
         return Answer(*self.say(str(document)))
 
     def finish(self) -> dict[str, int]:
-        """Its counts. It ends."""
         self.end()
         counts: dict[str, int] = self.hear()
         return counts
@@ -307,7 +303,6 @@ def rows_of(phase: str, heard: Phase, against: str, limit: float | None) -> list
 
 
 def sum_ratio(heard: Phase, arm: str, against: str) -> float:
-    """The sum of all TTFT."""
     total = {one: sum(answer.seconds for answer in heard.answers[one]) for one in (arm, against)}
     return total[arm] / total[against] / heard.luck(arm, against)
 

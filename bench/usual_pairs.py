@@ -91,7 +91,6 @@ _PAIRS = (
 
 
 def usual_pairs() -> list[list[str]]:
-    """A row for each pair, under its head."""
     head = ["machine", "GPUs", "model", "KV a token", "a chunk"]
     head += [word for tier in ("RAM", "NVMe") for word in (tier, "tokens there", "pays from")]
     return [head, *(_row(pair) for pair in _PAIRS)]

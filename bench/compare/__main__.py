@@ -109,7 +109,6 @@ def compare(args: argparse.Namespace, model: Path) -> int:
 def write(
     args: argparse.Namespace, runs: Sequence[Run], reasons: dict[str, str], token_bytes: int
 ) -> list[Row]:
-    """Write the results form. The rows."""
     made = rows(args.arms, runs, token_bytes)
     shape = {name: getattr(args, name) for name in _SHAPE}
     shape |= {"model": MODEL, "dtype": DTYPE, "kv_token_bytes": token_bytes}
@@ -142,7 +141,6 @@ def draw(args: argparse.Namespace, rows: Sequence[Row]) -> Path:
 
 
 def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> Run:
-    """One arm from its server's start to its stop."""
     sizes = sizes_of(work_of(args, [0]), model)
     with serving(one, model, sizes, args.output_dir / one.name) as running:
         run = measured(args, running, last)

@@ -25,7 +25,6 @@ from typing import Any
 
 MODULE = "kvtier.bench.compare.calls"
 CONNECTOR, CALLS = "COMPARE_CONNECTOR", "COMPARE_CALLS"
-"""Environment variables: the real connector's module, and the file."""
 _LOOK_UP = "get_num_new_matched_tokens"
 _STEP_ENDS = ("take_events", "clear_connector_metadata")
 """Entry points called last in a step, by the scheduler and by a worker."""
@@ -75,7 +74,6 @@ class Step:
 
 
 def read(path: Path) -> list[Step] | None:
-    """The steps in this file. None where there is no file, or no steps in it."""
     try:
         return [
             Step(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()
@@ -132,7 +130,6 @@ class Spent:
     look_ups: list[float] = field(default_factory=list)
 
     def write(self) -> None:
-        """Append a line by one write, so that it is whole when a reader sees it."""
         if self.file < 0:
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         line = json.dumps(

@@ -69,7 +69,6 @@ class Pair:
 
     @property
     def cost(self) -> float:
-        """Seconds that the load added to the time to the first token."""
         assert self.loaded.ttft is not None and self.warm.ttft is not None
         return self.loaded.ttft - self.warm.ttft
 
@@ -79,7 +78,6 @@ class Pair:
 
     @property
     def in_connector(self) -> float | None:
-        """Seconds by which the engine was longer in its connector."""
         return _less(self.load.in_connector, self.rest.in_connector)
 
 

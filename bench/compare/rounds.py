@@ -140,7 +140,6 @@ def first_cause(error: Exception) -> str:
 
 
 def family(roots: Iterable[int]) -> set[int]:
-    """The processes and all their descendants."""
     children = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -27,7 +27,6 @@ GOAL, MOST_LAUNCHES, MOST_HOST_MS = 0.9, 64, 2.0
 
 
 def geometry(name: str, block_tokens: int) -> Geometry:
-    """One rank's part of a model's KV."""
     layers, token_bytes = SHAPES[name]
     label = f"{name} ({layers} layers x {token_bytes} B); blocks of {block_tokens}"
     return Geometry(label, layers, token_bytes, block_tokens)
@@ -89,7 +88,6 @@ class Paged:
 
     @property
     def a_step(self) -> int:
-        """Chunks of one step."""
         return STEP_TOKENS // CHUNK_TOKENS
 
     def check(self) -> None:
@@ -111,7 +109,6 @@ class Paged:
 
 
 def locked(pool: Pool, device: torch.device) -> Pinning:
-    """Page-lock the whole pool now."""
     lane = ManualLane()
     pinning = Pinning(device, lane=lane, rest=lambda _: None)
     pinning.begin(pool.buffer, pool.slot_bytes)
@@ -122,7 +119,6 @@ def locked(pool: Pool, device: torch.device) -> Pinning:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -158,7 +154,6 @@ def measure_copies(
 
 
 def measure_shape(shape: Geometry, tokens: int, rounds: int, device: torch.device) -> list[Row]:
-    """The memory is free again when this returns."""
     paged = Paged(shape, tokens, device)
     paged.check()
     to_host, to_device = limits(paged)

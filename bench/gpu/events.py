@@ -11,8 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class DeviceWork(NamedTuple):
-    """Work of a device; None where the profiler saw nothing, for want of CUPTI."""
-
     kernels: int | None
     copies: int | None
 

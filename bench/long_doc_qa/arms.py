@@ -50,7 +50,6 @@ class Arm:
 
     @property
     def caches(self) -> bool:
-        """Whether a warm-up fills anything that the query round reads."""
         return self.keeps_all_on_gpu or self.kvtier is not None
 
 
@@ -98,8 +97,6 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the arms' caches."""
-
     workload: Workload
     geometry: Geometry
 
@@ -155,5 +152,4 @@ def server_args(arm: Arm, sizes: Sizes, *, load_every_hit: bool = False) -> list
 
 
 def filled(templates: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """An arm's environment. ``names``: :meth:`Sizes.names`."""
     return {variable: template.format_map(names) for variable, template in templates.items()}

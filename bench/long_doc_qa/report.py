@@ -76,9 +76,7 @@ class Summary:
     hits: Mapping[str, int] | None
     differing: int | None
     first_asked: Sequence[float] = ()
-    """The TTFT of each document's first question."""
     asked_again: Sequence[float] = ()
-    """The TTFT of its other questions."""
 
     @property
     def ttft_mean(self) -> float:
@@ -89,7 +87,6 @@ class Summary:
         return None if self.differing is None else self.differing == 0
 
     def as_json(self) -> dict[str, Any]:
-        """The arm's entry in the results form."""
         hits = (
             dict.fromkeys(TIERS)
             if self.hits is None
@@ -199,7 +196,6 @@ def arm_line(one: Summary, summaries: Sequence[Summary]) -> str:
 
 
 def print_table(summaries: Sequence[Summary], mode: str | None = None) -> None:
-    """A table with a row for each arm. ``mode``: how the engines ran."""
     base = base_of(summaries)
     against = base.arm if base else NONE
     heads = [

@@ -70,7 +70,6 @@ _OTHER_SERVER = "server"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags. Every length is in tokens."""
     add_run_flags(parser, NAME, "server", ARMS, (installed(), "all that are installed"))
     add = parser.add_argument
     about = "a shape with a name; lmi: the one of which AWS publishes numbers"
@@ -154,7 +153,6 @@ def _measure_running(
 
 
 def measure(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
-    """One arm from its server's start to its stop."""
     with engines_of(args, arm, progress) as engines:
         return _three_rounds(args, arm, engines, progress)
 
@@ -231,7 +229,6 @@ def _sizes(args: argparse.Namespace) -> Sizes:
 def own_server(
     args: argparse.Namespace, arm: Arm, sizes: Sizes, names: Mapping[str, str], log: Path
 ) -> VllmServer:
-    """An arm's server, not started."""
     env = filled(arm.kvtier or {}, names) | cpu_env(sizes.gpu_gib(arm))
     cache = server_args(arm, sizes, load_every_hit=args.load_every_hit)
     return engine(args, sizes.geometry.block_tokens, cache, env, log)
@@ -252,11 +249,9 @@ class Rounds:
         self._progress, self._mode = progress, mode
 
     def pre_warm_up(self) -> Sequence[client.Outcome]:
-        """Raises RequestError when a request fails."""
         return self._must_succeed(self._round("pre-warm-up", self._workload.pre_warm_up()))
 
     def warm_up(self) -> None:
-        """Every document once. Raises RequestError when a request fails."""
         self._must_succeed(self._round("warm-up", self._workload.warm_up()))
 
     def cold(self) -> Round:
@@ -284,7 +279,6 @@ class Rounds:
 
 
 def _shape(args: argparse.Namespace, running: client.Client | None) -> dict[str, Any]:
-    """The workload's parameters as they go into the results."""
     shape = shape_of(args, Workload)
     shape["hit_miss_ratio"] = ":".join(map(str, args.hit_miss_ratio))
     if running is not None:

@@ -59,7 +59,6 @@ class Workload:
 
     @property
     def request_length(self) -> int:
-        """Tokens of one request from its first prompt token to its last generated one."""
         return self.document_length + self.question_length + self.output_len
 
     def pre_warm_up(self) -> list[Ask]:

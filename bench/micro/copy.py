@@ -114,7 +114,6 @@ class Bench:
             self.copier.load([(part, 0, block_ids)])
 
     def check(self) -> None:
-        """Raise when a copy is wrong, because the numbers would mean nothing."""
         self.save()
         rows = self.parts[1].view(self.geometry.layers, self.geometry.blocks_per_chunk, -1)
         if not torch.equal(rows, self.paged[:, self.block_ids[1]]):

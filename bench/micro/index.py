@@ -23,7 +23,6 @@ from kvtier.testing import DictTier, ManualLane
 
 TOKENS, CHUNK, SLOT = 32_768, 256, 4096
 OWNER = 1 << 127
-"""A number of 128 bits, as a server's chunks have."""
 LAYOUT = ChunkLayout(fingerprint({"benchmark": "index"}), CHUNK, 16, (16,))
 
 

@@ -53,7 +53,6 @@ Work = Callable[[int, memoryview], None]
 
 
 def make_keys(chunks: int) -> list[ChunkKey]:
-    """Keys of prompts of ``_RUN`` chunks each."""
     layout = ChunkLayout(bytes(32), 16, 16, (_TINY,))
     keys: list[ChunkKey] = []
     for prompt in range(-(-chunks // _RUN)):
@@ -120,15 +119,11 @@ def _expect_all(moved: int, of: int) -> None:
 
 
 class Turn(NamedTuple):
-    """One way, once: GB/s, and CPU seconds for a GiB."""
-
     speed: float
     cpu: float
 
 
 class Way(NamedTuple):
-    """Work on one kind of memory, to be timed."""
-
     work: Work
     buffers: Sequence[memoryview]
     before: Callable[[], object] = bool
@@ -234,7 +229,6 @@ def recovery(folder: Path, chunks: int) -> Row:
 
 
 def fill_and_die(where: Path, chunks: int) -> None:
-    """Write ``chunks`` tiny chunks, then end by ``kill -9``."""
     tier = _tiny_tier(where, chunks)
     buffer = make_buffers(1, _TINY)[0]
     for key in make_keys(chunks):

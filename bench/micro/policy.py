@@ -36,7 +36,6 @@ from kvtier.store.observers.follower import Follower
 ROOM, BELOW = 4096, 32_768
 CHUNKS = 100_000
 FEW, LONG = 1000, 2048
-"""Short prompts before a long one, and chunks of a long prompt."""
 _PART = "2.5%"
 """RAM for a trace, of its different chunks."""
 _CHATS, _GOES_ON = 400, 0.55
@@ -57,7 +56,6 @@ def chats(chunks: int) -> list[Request]:
 
 
 def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
-    """CPU seconds of a Directory for all prompts."""
     directory, begun = Directory(ROOM, (), policy), time.process_time()
     for request in trace:
         run = request.run
@@ -79,7 +77,6 @@ def follower() -> Follower:
 
 
 def followed(trace: Sequence[Request]) -> float:
-    """CPU seconds of the spare lane for all prompts."""
     one, begun = follower(), time.process_time()
     for request in trace:
         one.prompt(request.run, ANONYMOUS)
@@ -111,7 +108,6 @@ def longest_piece(trace: Sequence[Request]) -> float:
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Python's collector of garbage does not run meanwhile."""
     gc.collect()
     gc.disable()
     try:

@@ -41,7 +41,7 @@ _ANSWER_S = 5.0
 
 
 class BenchError(KVTierError):
-    """A server or an engine did not do its part."""
+    pass
 
 
 def layout_of(chunk_bytes: int, model: int = 0) -> ChunkLayout:
@@ -184,7 +184,6 @@ def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -
 
 
 def speed(work: Callable[[int], int], prompts: Sequence[int]) -> float:
-    """GB/s over some prompts."""
     begun = time.perf_counter()
     moved = sum(work(prompt) for prompt in prompts)
     return moved / (time.perf_counter() - begun) / 1e9

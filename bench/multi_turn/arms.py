@@ -18,7 +18,6 @@ BASE = "round-robin"
 STICKY_SHARED = "sticky+kvtier"
 CACHE_AWARE = "cache-aware+kvtier"
 RUNNING = "server"
-"""A router that was not started here. It is no arm."""
 _IN_TURNS = {"ROUTER_POLICY": "round_robin"}
 
 

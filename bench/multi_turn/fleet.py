@@ -47,7 +47,6 @@ class Fleet:
         self.dead.add(index)
 
     def hits(self) -> dict[str, float]:
-        """Prompt tokens of all engines that came from each tier so far."""
         total = Counter(self._gone)
         for index, server in enumerate(self.engines):
             if index not in self.dead:
@@ -134,7 +133,6 @@ def _follows(run: Path, lookup: dict[str, str]) -> dict[str, str]:
 
 
 def _events(run: Path, index: int) -> dict[str, Any]:
-    """vLLM's ``kv_events_config`` of an engine."""
     at = f"ipc://{run}/events-{index}"
     return {
         "enable_kv_cache_events": True,
@@ -147,7 +145,6 @@ def _events(run: Path, index: int) -> dict[str, Any]:
 def _engine(
     args: argparse.Namespace, arm: Arm, sizes: Sizes, run: Path, place: Path, index: int
 ) -> VllmServer:
-    """Not started. ``run``: the folder of the server's socket."""
     env, connector = dict[str, str](), None
     if arm.shared:
         env["KVTIER_SERVER"] = f"unix://{run / SOCKET}"

@@ -59,7 +59,6 @@ class Run:
 
     @property
     def moved(self) -> list[Turn]:
-        """The first turn after the kill, of the conversations whose engine was killed."""
         theirs = {
             turn.document
             for turn in self.good
@@ -77,7 +76,6 @@ def ttft(turns: Sequence[Turn]) -> list[float]:
 
 
 def cached_share(turns: Sequence[Turn]) -> float:
-    """Of these turns' prompt tokens, the part that no engine computed."""
     cached = sum(turn.cached_tokens or 0 for turn in turns)
     return cached / max(1, sum(turn.prompt_tokens for turn in turns))
 
@@ -93,12 +91,10 @@ def engines_of(run: Run) -> float | None:
 
 
 def differing_turns(run: Run, base: Run) -> int:
-    """Turns whose answer is not that of the other arm."""
     return differing(answers(run.turns), answers(base.turns))
 
 
 def as_json(run: Run, base: Run) -> dict[str, Any]:
-    """The arm's entry in the results form."""
     first, later = ttft(run.first), ttft(run.later)
     hits = run.hits
     entry: dict[str, Any] = {

@@ -58,7 +58,6 @@ _KILLED = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags. Every length is in tokens."""
     add_run_flags(parser, NAME, "router", ARMS)
     about = "what tells a router the conversation (default: header)"
     parser.add_argument("--session-by", choices=SESSION_BY, default="header", help=about)
@@ -139,7 +138,6 @@ def _running(args: argparse.Namespace, progress: Progress) -> Run:
 
 
 def _arm(args: argparse.Namespace, arm: Arm, progress: Progress) -> Run:
-    """One arm from its processes' start to their end."""
     place = emptied(args.output_dir / "servers" / arm.name)
     with ExitStack() as ends:
         with waiting(progress, f"{arm.name}: engines"):
@@ -171,7 +169,6 @@ def _sizes(args: argparse.Namespace) -> Sizes:
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
-    """The workload's parameters as they go into the results."""
     shape = shape_of(args, Conversations) | {"session_by": args.session_by}
     if args.base_url:
         return shape | {"server": "a running one; machine is its client's"}

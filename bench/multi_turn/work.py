@@ -34,7 +34,6 @@ class Conversations:
 
     @property
     def longest(self) -> int:
-        """Tokens of a conversation at its end."""
         asked = self.first_length + (self.turns - 1) * self.turn_length
         return asked + self.turns * self.output_len
 

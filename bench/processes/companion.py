@@ -20,7 +20,6 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
 
 SOCKET = "sock"
-"""The name of a companion's Unix socket in its folder."""
 _STOP_S, _POLL_S = 20.0, 0.02
 
 

@@ -57,7 +57,6 @@ def mib(size: float) -> str:
 
 
 def geometry(args: argparse.Namespace) -> Geometry:
-    """By the flags of :func:`kvtier.bench.flags.add_engine_flags`."""
     config = read_config(args.model)
     own = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype = own if args.dtype == "auto" else args.dtype
@@ -91,7 +90,6 @@ def cpu_env(cache_gib: int) -> dict[str, str]:
 
 
 def shared_args(name: str, dtype: str, block_tokens: int) -> list[str]:
-    """The arguments that every server started here has."""
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     named = ["--served-model-name", name, "--dtype", dtype]
     return [*named, "--block-size", str(block_tokens), *flags]
@@ -121,7 +119,6 @@ def on_cpu() -> bool:
 
 
 def served_name(model: str) -> str:
-    """Name of the model in requests and results, never a path."""
     return Path(model).name
 
 

@@ -62,14 +62,12 @@ class LineProcess:
         sys.exit(f"{self._log.stem} failed:\n{self._log.read_text()[-3000:]}")
 
     def say(self, line: str) -> Any:
-        """The answer to a line."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self.hear()
 
     def end(self) -> None:
-        """There are no more lines."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 

@@ -18,8 +18,6 @@ End = Callable[[int, float], object]
 
 
 class Waited(NamedTuple):
-    """Times of one request, in seconds."""
-
     came: float
     begun: float
     answered: float
@@ -27,7 +25,6 @@ class Waited(NamedTuple):
 
     @property
     def ttft(self) -> float:
-        """Time to the first token."""
         return self.answered - self.came
 
 

@@ -15,8 +15,6 @@ NAME = "queue"
 
 
 class Felt(NamedTuple):
-    """Hits and waits of a trace's requests under one policy."""
-
     policy: str
     result: Result
     waited: Sequence[Waited]
@@ -25,18 +23,14 @@ class Felt(NamedTuple):
 
     @property
     def ttft(self) -> list[float]:
-        """Seconds to the first token, of each request."""
         return [one.ttft for one in self.waited]
 
     @property
     def queued(self) -> float:
-        """Seconds before a request was begun, in the mean."""
         return statistics.fmean(one.begun - one.came for one in self.waited)
 
     @property
     def busy(self) -> float:
-        """The part of the time that the engines computed, from the first request to the last
-        answer."""
         computed = sum(one.answered - one.begun for one in self.waited)
         whole = max(one.answered for one in self.waited) - self.waited[0].came
         return computed / (self.engines * whole)

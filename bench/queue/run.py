@@ -121,7 +121,6 @@ class Engines:
         self._computing: dict[int, Begun] = {}
 
     def serve(self, policy: str, engines: int) -> Felt:
-        """All requests, by so many engines."""
         tell = progress(policy, len(self._requests))
         waited = first_come(
             [request.at for request in self._requests],

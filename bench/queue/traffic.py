@@ -30,7 +30,6 @@ _DOCUMENTS, _DOCUMENT_CHUNKS = 80, (20, 120)
 class _Arrivals(NamedTuple):
     draw: random.Random
     until: float
-    """Seconds."""
     part: float
 
     def starts(self, an_hour: float) -> Iterator[float]:
@@ -53,7 +52,6 @@ class _Talk:
         self._run += _chunks(self._name, chunks, first)
 
     def ask(self, at: float, answer: int) -> Request:
-        """A request with an answer of so many tokens."""
         tokens = len(self._run) * BLOCK_TOKENS
         return Request(at, tuple(self._run), tokens=tokens, output=answer)
 

@@ -228,7 +228,6 @@ def all_succeeded(who: str, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 
 
 def answers(outcomes: Sequence[Outcome]) -> dict[tuple[int, int], tuple[int, ...] | str]:
-    """(document, question) -> answer, of the requests that succeeded."""
     return {(one.document, one.question): one.answer for one in outcomes if one.successful}
 
 

@@ -40,5 +40,4 @@ def draw(words: Sequence[int | str], length: int, seed: int, what: object) -> li
 
 
 def as_prompt(words: Sequence[int | str]) -> Prompt:
-    """Token ids as they are, or one text of made-up words."""
     return " ".join(map(str, words)) if isinstance(words[0], str) else list(words)

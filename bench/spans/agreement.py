@@ -25,8 +25,6 @@ _LEAST = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How answers compare with others to the same questions."""
-
     compared: int
     same_first: int
     same: int
@@ -48,7 +46,6 @@ class Agreement:
 
 
 def answers(outcomes: Iterable[Outcome]) -> dict[tuple[int, int], Outcome]:
-    """Of the requests that succeeded."""
     return {(one.question, one.document): one for one in outcomes if one.successful}
 
 

@@ -83,8 +83,6 @@ ONE_SERVER = [ARMS[FULL], ARMS["kvtier"], *(arm for arm in RUN if arm.first is n
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the caches."""
-
     work: Retrieval
     geometry: Geometry
 
@@ -98,7 +96,6 @@ class Sizes:
 
     @property
     def prompts(self) -> int:
-        """All that a server is asked, and two more."""
         return self.work.rounds * self.work.requests + 2
 
     def gpu_blocks(self, arm: Arm) -> int:

@@ -39,7 +39,6 @@ _FORM = '{"anchor": "<s>You answer.", "documents": ["...", "..."], "question": "
 _UNCACHED = {"kvtier.cache": False}
 _TOY_BLOCK = 32
 Asked = tuple[Results, dict[str, Any]]
-"""Results, and the workload as it goes into them."""
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):

@@ -36,7 +36,6 @@ class Run:
 
     @property
     def warm_up_s(self) -> float:
-        """Seconds that the homes took, one after the other."""
         return sum(outcome.latency for outcome in self.homes)
 
     @property
@@ -117,7 +116,6 @@ class Results:
         return next((run for run in self.runs if run.arm.name == FULL and run.means), None)
 
     def against(self, run: Run) -> float | None:
-        """Time to first token as a part of full prefill's."""
         if self.base is None:
             return None
         return statistics.median(run.means) / statistics.median(self.base.means)
@@ -146,7 +144,6 @@ def rows_of(results: Results) -> list[Row]:
 
 
 def as_json(results: Results, run: Run) -> dict[str, Any]:
-    """The arm's entry in the results form."""
     full, given = results.with_full(run), results.with_given(run)
     median, least, most = spread(run.means)
     hits = run.hits
@@ -225,7 +222,6 @@ def _cells(results: Results, run: Run) -> list[str]:
 
 
 def _kinds(results: Results, runs: Sequence[Run]) -> list[str]:
-    """The table of right answers by kind of question."""
     found = {run.arm.name: results.by_kind(run) for run in runs}
     kinds = list(next(iter(found.values()))) if found else []
     rows = [

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags. Every length is in tokens."""
     arms = {arm.name: arm for arm in RUN}
     add_run_flags(parser, NAME, "vLLM with kvtier", arms, (None, "what suits"))
     add = parser.add_argument
@@ -176,7 +175,6 @@ def _homes(
 
 
 def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:
-    """Not started."""
     sizes = Sizes(Retrieval.of(args, [0]), geometry(args))
     env = server_env(arm, sizes) | cpu_env(sizes.gpu_gib(arm))
     cache = server_args(arm, sizes, load_every_hit=args.load_every_hit)
@@ -185,7 +183,6 @@ def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:
 
 
 def own_shape(args: argparse.Namespace) -> dict[str, Any]:
-    """The workload's parameters as they go into the results."""
     own = {"dtype": args.dtype, "block_size": args.block_size, "chunk_tokens": args.chunk_tokens}
     return shape_of(args, Retrieval) | {"model": served_name(args.model)} | own
 

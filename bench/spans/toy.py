@@ -33,25 +33,20 @@ _ASKED = [f"{kind}?" for kind in KINDS]
 _FILLER, _NAMES, _ENDS = _numbered("w", 8), _numbered("n", 24), _numbered("e", 24)
 _KEYS, _VALUES = _numbered("k", 64), _numbered("v", 24)
 WORDS = [*_SPECIAL, *_ASKED, *_FILLER, *_NAMES, *_ENDS, *_KEYS, *_VALUES]
-"""The vocabulary: a word's place is its token id."""
 _ID = {word: number for number, word in enumerate(WORDS)}
 _SHARED = 3
 """Keys that several documents have. Each document has one of them."""
 _PLAIN, _POINTING = 3, 2
 """A document's other facts. Of so many the value is a key."""
 SHORTEST = 2 + 3 * (1 + _PLAIN + _POINTING)
-"""Tokens of a document: its name, its end, and facts with a word of filler behind each."""
 FOUND, LENGTHS, ANCHOR = 6, (64, 128), 32
 """Documents of a prompt, and tokens of each and of the anchor, as the benchmark has them."""
 LONGEST = ANCHOR + FOUND * LENGTHS[1] + 3
-"""Tokens of a prompt and its answer."""
 POOL = min(len(_NAMES), (len(_KEYS) - _SHARED) // (_PLAIN + _POINTING))
 """Documents of a pool: as many as there are keys for."""
 
 
 class Document(NamedTuple):
-    """``facts``: key -> where its value stands in ``tokens``."""
-
     tokens: list[int]
     facts: Mapping[int, int]
 

@@ -94,7 +94,6 @@ class Retrieval:
         return self.anchor_length + self.document_length + self.document_length // 2
 
     def questions(self, number: int) -> list[Question]:
-        """The requests of a round."""
         anchor, pool = self._texts(number)
         draw = random.Random(f"{self.seed}/{number}/found")
         return [
@@ -119,14 +118,12 @@ class Retrieval:
         return [Ask(index, number, home.tokens, 1) for index, home in enumerate(found)]
 
     def warm_up(self) -> list[Ask]:
-        """Prompts that share nothing: what a server pays at its first requests is paid here."""
         return [
             Ask(-1 - index, -1, self._draw(-1, f"warm-up {index}", self.document_length), 2)
             for index in range(_WARM_UP_PROMPTS)
         ]
 
     def _texts(self, number: int) -> tuple[list[int], list[list[int]]]:
-        """The anchor and the documents of a round."""
         anchor = self._draw(number, "anchor", self.anchor_length)
         return anchor, [self._document(number, index) for index in range(self.pool)]
 

@@ -15,7 +15,6 @@ _MOST_BLOCKS = 1 << 20
 
 
 def key_of(name: object) -> ChunkKey:
-    """The key of a block, or an object, that has this name."""
     return ChunkKey(hashlib.blake2b(str(name).encode(), digest_size=40).digest())
 
 

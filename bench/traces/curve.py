@@ -92,7 +92,6 @@ class _Recency:
 
     def __init__(self) -> None:
         self._places: dict[ChunkKey, int] = {}
-        """Each chunk's place in the tree, from the coldest to the hottest chunk."""
         self._tree = [0, 0]
         self._next = 1
 

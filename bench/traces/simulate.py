@@ -53,7 +53,6 @@ class Result(NamedTuple):
     """Chunks not taken into RAM, because only chunks of the same prompt could have left for
     them."""
     shadows: dict[str, int]
-    """The counts of the shadows."""
     redis: int = 0
     redis_writes: int = 0
     redis_unread: int = 0
@@ -86,7 +85,6 @@ class _Tier(NamedTuple):
     """A tier below RAM."""
 
     number: int
-    """Its number in the Directory."""
     name: str
     on_evict: bool
     unread: set[ChunkKey]
@@ -142,7 +140,6 @@ class Cache:
         self._of, self._asked, self._saved = compute.of, 0.0, 0.0
 
     def serve(self, request: Request) -> None:
-        """Serve one request, from its load to its save, and the hint after it."""
         self.save(self.load(request, request.at), request.at)
 
     def load(self, request: Request, now: float) -> Begun:
@@ -259,7 +256,6 @@ def _last_first(
 def simulate(
     trace: Iterable[Request], cache: Cache, tell: Callable[[int], object] = lambda requests: None
 ) -> Result:
-    """Serve all of ``trace``. ``tell`` is called with the number of requests so far."""
     for number, request in enumerate(trace, 1):
         cache.serve(request)
         tell(number)
@@ -272,7 +268,6 @@ def unique(trace: Iterable[Request]) -> int:
 
 
 def unhinted(trace: Iterable[Request]) -> list[Request]:
-    """The requests without the hints that the trace records."""
     return [request._replace(hint=NO_HINT) for request in trace]
 
 

@@ -35,7 +35,6 @@ class Recorded(NamedTuple):
         return self.curve.knee(above // block) * block
 
     def largest(self, kv_bytes: int) -> int:
-        """The fewest bytes that hit all that can be hit."""
         return self.curve.largest * self.block_tokens * kv_bytes
 
     def percent(self, kv_bytes: int, size: int) -> str:

@@ -53,9 +53,7 @@ IN_PARTS, WHOLE = "in parts", "whole"
 RAM = "RAM"
 VLLM, VLLM_RAM = "vLLM's disk tier", "vLLM's RAM"
 _PLACES = {"NVMe": "nvme", RAM: "ram"}
-"""Names of places in kvtier's metrics."""
 _PEERS = {"NVMe": VLLM, RAM: VLLM_RAM}
-"""vLLM's own tiers, by the places that they are compared with."""
 _AS_GPU = Path(__file__).resolve().parents[3] / "tests" / "cpu_as_gpu"
 _DOCUMENTS = 3
 """Of each size."""
@@ -130,12 +128,10 @@ class Lab:
         return self.engine(name, longest, ours, tier)
 
     def nvme(self, name: str, tokens: float) -> dict[str, str]:
-        """RAM for so many tokens, over a folder of its own."""
         tier = {"KVTIER_NVME_PATH": str(self.folder / name), "KVTIER_NVME_BYTES": "6GiB"}
         return tier | {"KVTIER_RAM_BYTES": str(self.ram(tokens))}
 
     def vllm(self, arm: str, longest: int, tokens: float) -> EngineProcess:
-        """vLLM's own connector, with as much RAM. Its disk tier is a folder on the same disk."""
         ram, connector = str(self.ram(tokens)), CONTENDERS[arm].connector
         assert connector is not None, arm
         names = {"ram_few_bytes": ram, "ram_all_bytes": ram, "nvme_path": str(self.folder / arm)}
@@ -194,7 +190,6 @@ def _label(name: str, way: str) -> str:
 
 
 def _documents(sizes: Sequence[int]) -> list[Document]:
-    """In the order of asking: together more than RAM holds."""
     return [
         Document(number * len(sizes) + row, tokens)
         for number in range(_DOCUMENTS)
@@ -266,7 +261,6 @@ def gaps(engines: Mapping[str, EngineProcess], sizes: Sequence[int], rounds: int
 
 
 def gap_rows(told: Told, place: str) -> list[Row]:
-    """Ratios: of loads in parts to whole ones, and of whole ones to vLLM's own tier."""
     ways = [_PEERS[place], f"{place}, {WHOLE}", f"{place}, {IN_PARTS}"]
     rows = []
     for what, value in _FELT.items():

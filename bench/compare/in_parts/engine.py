@@ -82,7 +82,6 @@ class Answer:
 
     @property
     def cost(self) -> float:
-        """Seconds that the load added to the time to the first token."""
         return self.loaded - self.warm
 
 
@@ -127,7 +126,6 @@ class EngineProcess(LineProcess):
         super().__init__([*words, call], os.environ | own | dict(environment), log)
 
     def fill(self, documents: Sequence[Document]) -> list[float]:
-        """Seconds that each took to be computed."""
         seconds: list[float] = self._do("fill", documents)
         return seconds
 
@@ -179,7 +177,6 @@ class _Vllm:
         return self._twice(lambda: self._first_tokens(documents))
 
     def beside(self, documents: Sequence[Document]) -> dict[str, Any]:
-        """One document, while another request decodes."""
         (document,) = documents
         windows: list[Window] = []
 

@@ -211,5 +211,4 @@ def rendered(template: Any, values: Mapping[str, str]) -> Any:
 
 
 def _gib(size: int) -> str:
-    """Rounded up to hundredths."""
     return f"{math.ceil(size / 2**30 * 100) / 100:.2f}"

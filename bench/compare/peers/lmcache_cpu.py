@@ -63,8 +63,6 @@ class BlockCopies(GPUConnectorInterface):  # type: ignore[misc]  # Any to mypy
 
 
 class LMCacheOnCPU(LMCacheConnectorV1Dynamic):  # type: ignore[misc]  # Any to mypy
-    """``kv_connector`` for vLLM-CPU."""
-
     def __init__(self, *args: Any, **more: Any) -> None:
         factory.CreateGPUConnector = lambda config, metadata, *_, **__: BlockCopies(metadata)
         super().__init__(*args, **more)
@@ -87,6 +85,5 @@ def _paged(tensor: Any, layer: int, kv: Any, count: int, block: int) -> Any:
 
 
 def _split(blocks: Any) -> Any:
-    """vLLM's blocks in the same shape."""
     count, heads, block, both = blocks.shape
     return blocks.view(count, heads, block, 2, both // 2).permute(3, 0, 1, 2, 4)

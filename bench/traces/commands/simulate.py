@@ -273,7 +273,6 @@ def _answers(trace: Sequence[Request]) -> Iterator[str]:
 
 
 def _counted_for(saves: SavedCompute) -> Iterator[str]:
-    """For which model."""
     if saves.chunk_tokens and isfinite(saves.s0):
         yield (
             f"saved compute: a token at position {saves.s0:,.0f} takes twice as much as a prompt's "
@@ -297,7 +296,6 @@ def _saved(case: Case, prefill: ChunkPrefill) -> Iterator[str]:
 
 
 def _cells(case: Case, tiers: Sequence[str], prefill: ChunkPrefill) -> Iterator[str]:
-    """One row of the table."""
     result = case.result
     below = {
         "nvme": (case.nvme, result.lower, result.writes, result.unread),
