@@ -9,30 +9,16 @@ from typing import Any
 from lmcache.v1.storage_backend.connector import ConnectorAdapter
 
 from kvtier.config.keys import Config
-from kvtier.config.load import load
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.lmcache_remote.cache_server import Attached, CacheServer, Streamed
+from kvtier.extensions import cache_server
 from kvtier.extensions.lmcache_remote.packing import HEAD_BYTES
 from kvtier.extensions.lmcache_remote.remote import KVTierRemote
-from kvtier.started import Started
 
 logger = logging.getLogger("kvtier.lmcache")
 
 _KIND = "kvtier"
 _LMCACHES = ("module_path", "class_name")
-_KEYS = (
-    "server",
-    "server_timeout_ms",
-    "server_token_file",
-    "server_ca",
-    "server_cert",
-    "server_key",
-    "server_unencrypted",
-    "load_timeout_ms",
-    "namespace",
-)
-"""kvtier's keys that are valid as ``remote_storage_plugin.<name>.<key>`` in ``extra_config``."""
 
 
 class KVTier(ConnectorAdapter):
@@ -54,11 +40,11 @@ class KVTier(ConnectorAdapter):
         layout = ChunkLayout(
             own, metadata.chunk_size, metadata.chunk_size, (HEAD_BYTES + chunk_bytes,)
         )
-        cache_server = _cache_server(config, layout)
+        server = cache_server.connect(config, layout)
         logger.info(
             "chunks of %d bytes at the kvtier server %s", chunk_bytes, config.server.address
         )
-        return KVTierRemote(context, cache_server, own)
+        return KVTierRemote(context, server, own, config.engine.load_timeout_ms / 1000)
 
 
 def settings(extra: Mapping[str, Any], name: str) -> Config:
@@ -68,18 +54,7 @@ def settings(extra: Mapping[str, Any], name: str) -> Config:
         key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)
     }
     flags = {key: value for key, value in given.items() if key not in _LMCACHES}
-    unknown = sorted(flags.keys() - set(_KEYS))
-    if unknown:
-        raise ConfigError(
-            f"unknown key {prefix}{unknown[0]} in extra_config; expected one of {', '.join(_KEYS)}"
-        )
-    config = load(env={}, flags=flags)
-    if config.server.address is None:
-        raise ConfigError(
-            f"{prefix}server is missing in extra_config: unix:///path/kvtier.sock or "
-            "tcp://host:port"
-        )
-    return config
+    return cache_server.settings(flags, prefix, "extra_config")
 
 
 def _refuse(config: Any) -> None:
@@ -103,12 +78,3 @@ def _parts(metadata: Any) -> dict[str, Any]:
         "dtypes": [str(dtype) for dtype in metadata.get_dtypes()],
         "mla": bool(metadata.use_mla),
     }
-
-
-def _cache_server(config: Config, layout: ChunkLayout) -> CacheServer:
-    assert config.server.address is not None
-    entrance = Started(config).access(config.server.address, layout)
-    load_timeout_s = config.engine.load_timeout_ms / 1000
-    if entrance.address.path:
-        return Attached(entrance, config.server.timeout_ms / 1000, load_timeout_s)
-    return Streamed(entrance, load_timeout_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,8 +23,8 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor, Lane
+from kvtier.extensions.cache_server import CacheServer
 from kvtier.extensions.lmcache_remote import packing
-from kvtier.extensions.lmcache_remote.cache_server import CacheServer
 from kvtier.extensions.lmcache_remote.packing import Head
 
 logger = logging.getLogger("kvtier.lmcache")
@@ -39,13 +40,15 @@ Found = list[Any]
 
 
 class KVTierRemote(RemoteConnector):
-    """LMCache's chunks of one engine. ``fingerprint`` is part of every key."""
+    """LMCache's chunks of one engine. ``fingerprint`` is part of every key. A save or load ends
+    after ``timeout_s``."""
 
     def __init__(
         self,
         context: Any,
         cache_server: CacheServer,
         fingerprint: bytes,
+        timeout_s: float,
     ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
@@ -53,6 +56,7 @@ class KVTierRemote(RemoteConnector):
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
+        self._timeout_s = timeout_s
         # A lookup never queues behind copies.
         self._finds = Lane("lmcache-find", 1, urgent_bound=_FINDS_QUEUED, bound=1)
         self._moves = Lane(
@@ -135,7 +139,8 @@ class KVTierRemote(RemoteConnector):
             found.append(one)
             return True
 
-        self._safely(lambda: self._cache_server.load(named, take), 0)
+        until = time.monotonic() + self._timeout_s
+        self._safely(lambda: self._cache_server.load(named, take, until), 0)
         if bad:
             self.counts["corrupt"] += len(bad)
             logger.warning("chunk %s came back wrong and is dropped", bad[0].hex()[:16])
@@ -185,7 +190,10 @@ class KVTierRemote(RemoteConnector):
             one = objects[fit[place]]
             return packing.pack(slot, named[place], heads[fit[place]], _bytes_of(one))
 
-        self.counts["saved"] += self._safely(lambda: self._cache_server.save(named, fill), 0)
+        until = time.monotonic() + self._timeout_s
+        self.counts["saved"] += self._safely(
+            lambda: sum(self._cache_server.save(named, fill, until)), 0
+        )
         self.counts["refused"] += len(keys) - len(fit)
 
     # ---- the rest --------------------------------------------------------------------------------

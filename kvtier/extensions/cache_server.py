@@ -1,0 +1,261 @@
+"""A kvtier server for caches that engines have of their own (LMCache's remote storage, SGLang's
+HiCache, vLLM's secondary tiers): find, save, load and invalidate chunks by key, by shared memory or
+by TCP.
+
+Calls are for lane threads and block for a bounded time. This file knows nothing of the engines:
+callbacks get a slot, and fill or read it. Runs are named first chunk first. A server that is dead,
+slow or not there raises nothing: nothing is found, saved or loaded.
+
+``until`` is the time of ``time.monotonic`` at which a call gives up. It may be late by one answer:
+``server_timeout_ms`` for a server on this host, five seconds and the chunk's own time by TCP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier.api import Asker, LoadLease
+from kvtier.client.client import Client
+from kvtier.client.connect import ServerAccess
+from kvtier.client.remote_tier import RemoteTier
+from kvtier.config.keys import Config
+from kvtier.config.load import load
+from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.errors import ConfigError
+from kvtier.started import Started
+
+Fill = Callable[[int, memoryview], bool]
+"""Write chunk ``i`` of the run into this slot. False: it cannot be written."""
+Take = Callable[[int, memoryview], bool]
+"""Read chunk ``i`` of the run from this slot. False: it is unusable."""
+
+KEYS = (
+    "server",
+    "server_timeout_ms",
+    "server_token_file",
+    "server_ca",
+    "server_cert",
+    "server_key",
+    "server_unencrypted",
+    "load_timeout_ms",
+    "namespace",
+)
+"""kvtier's keys that such a cache's own configuration may have."""
+_POLL_S = 0.005
+_ASKING_S = 0.05
+"""Longest wait of a lookup for which the server itself asks Redis."""
+_PARTS_OF_RAM = 8
+_MOST_GAPS = 8
+"""Missing chunks in a run by TCP, behind which nothing is looked for: each is a round trip."""
+
+
+def settings(given: Mapping[str, object], prefix: str = "", where: str = "") -> Config:
+    """kvtier's configuration from ``given`` alone, without files and environment. ``prefix`` and
+    ``where`` are how an error names a key. Raises ConfigError."""
+    unknown = sorted(given.keys() - set(KEYS))
+    if unknown:
+        raise ConfigError(
+            f"unknown key {prefix}{unknown[0]} in {where}; expected one of {', '.join(KEYS)}"
+        )
+    config = load(env={}, flags=dict(given))
+    if config.server.address is None:
+        raise ConfigError(
+            f"{prefix}server is missing in {where}: unix:///path/kvtier.sock or tcp://host:port"
+        )
+    return config
+
+
+def connect(config: Config, layout: ChunkLayout) -> CacheServer:
+    """The server that ``config`` names. Raises ConfigError when it refuses us."""
+    assert config.server.address is not None
+    entrance = Started(config).access(config.server.address, layout)
+    if entrance.address.path:
+        return Attached(entrance, config.server.timeout_ms / 1000)
+    return Streamed(entrance)
+
+
+def load_each(
+    server: CacheServer, keys: Sequence[ChunkKey], take: Take, until: float
+) -> list[bool]:
+    """Load every chunk that is held, also behind one that is not. Says of each whether ``take`` got
+    it and could use it."""
+    places = [place for place, held in enumerate(server.known(keys)) if held]
+    taken = [False] * len(keys)
+    while places and time.monotonic() < until:
+        run = places
+
+        def one(number: int, slot: memoryview, run: Sequence[int] = run) -> bool:
+            taken[run[number]] = take(run[number], slot)
+            return taken[run[number]]
+
+        count = server.load([keys[place] for place in run], one, until)
+        places = run[count + 1 :]
+    return taken
+
+
+class Attached:
+    """A server on this host. Its pool is mapped: one copy to or from the cache's memory. Threads:
+    any."""
+
+    def __init__(self, access: ServerAccess, timeout_s: float) -> None:
+        self._client = Client(access, timeout_s)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        """Number of leading chunks that are held. Starts to promote those on lower tiers."""
+        until = time.monotonic() + _ASKING_S
+        with self._client.load(keys) as lease:
+            while True:
+                known = sum(self._client.lookup(keys).progress)
+                if sum(lease.poll()) <= known or time.monotonic() > until:
+                    return known
+                self._client.wait(_POLL_S)
+
+    def known(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of the chunks are held. Redis is asked for those that no other tier has, up to the
+        first one that it has not either."""
+        found = list(self._client.known(keys))
+        rest = [place for place, held in enumerate(found) if not held]
+        for place in rest[: self.find([keys[place] for place in rest]) if rest else 0]:
+            found[place] = True
+        return found
+
+    def save(self, keys: Sequence[ChunkKey], fill: Fill, until: float) -> list[bool]:
+        """Save the chunks that are not in RAM. Says of each whether it is held now.
+
+        The last part of the run is saved first, because the server takes the last to come for the
+        hottest. A part is an eighth of RAM: its slots can be evicted when the next one needs them.
+        """
+        pool = self._client.pool
+        most = max(1, pool.slots // _PARTS_OF_RAM) if pool is not None else len(keys)
+        places = {key: place for place, key in enumerate(keys)}
+        held = set[ChunkKey]()
+        for end in range(len(keys), 0, -most):
+            part = dict.fromkeys(keys[max(0, end - most) : end])
+            held |= self._save_part(list(part), places, fill, until)
+        return [key in held for key in keys]
+
+    def _save_part(
+        self, part: list[ChunkKey], places: Mapping[ChunkKey, int], fill: Fill, until: float
+    ) -> set[ChunkKey]:
+        """The chunks of the part that are held. Waits for slots."""
+        held = set[ChunkKey]()
+        while True:
+            with self._client.save(part) as lease:
+                for key, slot in zip(lease.keys, lease.views(), strict=True):
+                    if not fill(places[key], slot):
+                        return held
+                if lease.keys:
+                    lease.commit()
+                    held.update(lease.keys)
+            rest = [key for key in part if key not in held]
+            known = self._client.known(rest) if rest else ()
+            held.update(key for key, is_held in zip(rest, known, strict=True) if is_held)
+            part = [key for key in rest if key not in held]
+            if not part or self._client.pool is None or time.monotonic() > until:
+                return held
+            self._client.wait(_POLL_S)
+
+    def load(self, keys: Sequence[ChunkKey], take: Take, until: float) -> int:
+        """Pass the run's chunks to ``take``, as far as they come in time and it can use them.
+        Returns their number.
+
+        The run is loaded in parts. One on NVMe may be larger than RAM, and a lease lets no chunk of
+        its own run leave to make room for the others.
+        """
+        pool = self._client.pool
+        most = max(1, pool.slots // 2) if pool is not None else len(keys)
+        done = 0
+        while done < len(keys):
+            part = keys[done : done + most]
+            with self._client.load(part, asker=Asker(again=True)) as lease:
+                taken, more = self._drain(lease, done, take, until)
+            done += taken
+            if not taken or not more:
+                break
+        return done
+
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
+        self._client.invalidate(keys)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _drain(self, lease: LoadLease, first: int, take: Take, until: float) -> tuple[int, bool]:
+        """Take chunks as they arrive. Returns their number, and whether to ask for more."""
+        taken = 0
+        while True:
+            ready, coming = lease.poll()
+            for slot in lease.views()[taken:ready]:
+                if not take(first + taken, slot):
+                    return taken, False
+                taken += 1
+            if not coming:
+                return taken, True
+            if time.monotonic() > until:
+                return taken, False
+            self._client.wait(_POLL_S)
+
+
+class Streamed:
+    """A server on another host, as :class:`Attached` but over TCP. Threads: any."""
+
+    def __init__(self, access: ServerAccess) -> None:
+        self._tier = RemoteTier(access)
+        self._chunk_bytes = access.hello.chunk_bytes
+        self._buffers: deque[memoryview] = deque()
+        """Unused buffers, never more than threads."""
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        return self._tier.find(keys)
+
+    def known(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Which of the chunks are held, up to the eighth that is not."""
+        found = list[bool]()
+        for _ in range(_MOST_GAPS):
+            found += [True] * self._tier.find(keys[len(found) :])
+            if len(found) == len(keys):
+                break
+            found.append(False)
+        return found + [False] * (len(keys) - len(found))
+
+    def save(self, keys: Sequence[ChunkKey], fill: Fill, until: float) -> list[bool]:
+        """Save the last chunk first: the server takes the last to come for the hottest."""
+        buffer = self._take_buffer()
+        found = self._tier.find(keys)
+        held = [place < found for place in range(len(keys))]
+        for place in reversed(range(len(keys))):
+            if not held[place] and time.monotonic() < until and fill(place, buffer):
+                held[place] = self._tier.write(keys[place], buffer)
+        self._buffers.append(buffer)
+        return held
+
+    def load(self, keys: Sequence[ChunkKey], take: Take, until: float) -> int:
+        buffer = self._take_buffer()
+        held, done = self._tier.find(keys), 0
+        while done < held and time.monotonic() < until:
+            if not self._tier.read(keys[done], buffer) or not take(done, buffer):
+                break
+            done += 1
+        if done > 1:
+            # Reading made the end of the run the hottest. This makes its beginning the hottest.
+            self._tier.find(keys[:done])
+        self._buffers.append(buffer)
+        return done
+
+    def invalidate(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self._tier.delete(key)
+
+    def close(self) -> None:
+        self._tier.close()
+
+    def _take_buffer(self) -> memoryview:
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return memoryview(bytearray(self._chunk_bytes))
+
+
+CacheServer = Attached | Streamed

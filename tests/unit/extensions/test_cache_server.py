@@ -1,0 +1,107 @@
+"""A server as the caches of other engines' own use it: answers by key, saves in parts, bounded
+calls. One by shared memory and one by TCP have to do the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.bench.processes.servers import free_port
+from kvtier.core.errors import ConfigError
+from kvtier.extensions.cache_server import CacheServer, connect, load_each, settings
+from kvtier.testing.check_tier import content
+from tests.server_process import LAYOUT, ServerProcess, run, short_folder
+
+SLOTS = 32
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[tuple[ServerProcess, str, str]]:
+    tcp = f"tcp://127.0.0.1:{free_port()}"
+    with (
+        short_folder() as folder,
+        ServerProcess(folder, tcp, flags=("--insecure",), nvme_path=folder / "nvme") as server,
+    ):
+        yield server, str(server.address), tcp
+
+
+@pytest.fixture(params=["shared memory", "tcp"])
+def server(request: pytest.FixtureRequest, addresses) -> Iterator[CacheServer]:
+    address = addresses[1 if request.param == "shared memory" else 2]
+    found = connect(settings({"server": address, "server_timeout_ms": 5000}), LAYOUT)
+    yield found
+    found.close()
+
+
+def later(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
+
+
+def test_each_chunk_is_answered_for_and_a_gap_hides_nothing_behind_it(server) -> None:
+    keys = run(1, 12)
+    assert server.known(keys) == [False] * 12
+
+    def fill(place: int, slot: memoryview) -> bool:
+        slot[:] = content(keys[place], len(slot))
+        return True
+
+    assert server.save(keys, lambda at, slot: False, later()) == [False] * 12
+    assert server.known(keys) == [False] * 12
+    assert server.save([*keys[:5], *keys[6:]], lambda at, slot: fill(at + (at > 4), slot), later())
+    assert server.known(keys) == [place != 5 for place in range(12)]
+    assert server.find(keys) == 5
+    got = dict[int, bytes]()
+
+    def take(place: int, slot: memoryview) -> bool:
+        got[place] = bytes(slot)
+        return place != 8
+
+    assert load_each(server, keys, take, later()) == [place not in {5, 8} for place in range(12)]
+    assert all(data == content(keys[place], len(data)) for place, data in got.items())
+    server.invalidate(keys)
+
+
+def test_a_run_of_twice_the_ram_is_saved_and_loaded_in_parts(server) -> None:
+    keys = run(2, 2 * SLOTS)
+
+    def fill(place: int, slot: memoryview) -> bool:
+        slot[:] = content(keys[place], len(slot))
+        return True
+
+    assert server.save(keys, fill, later()) == [True] * len(keys)
+    seen = list[int]()
+
+    def take(place: int, slot: memoryview) -> bool:
+        seen.append(place)
+        return slot == content(keys[place], len(slot))
+
+    loaded = load_each(server, keys, take, later())
+    assert loaded.count(True) >= 0.99 * len(keys), "what left RAM is on NVMe"
+    server.invalidate(keys)
+
+
+def test_a_server_that_hangs_gives_nothing_and_no_call_waits_for_it(
+    addresses: tuple[ServerProcess, str, str],
+) -> None:
+    process, address, _ = addresses
+    hanging = connect(settings({"server": address, "server_timeout_ms": 50}), LAYOUT)
+    keys = run(3, 4)
+    with process.paused():
+        begun = time.monotonic()
+        assert hanging.find(keys) == 0
+        assert hanging.known(keys) == [False] * 4
+        assert hanging.save(keys, lambda at, slot: True, later(0.2)) == [False] * 4
+        assert load_each(hanging, keys, lambda at, slot: True, later(0.2)) == [False] * 4
+        assert time.monotonic() - begun < 30, "each call has its bound"
+    hanging.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({}, "p.server is missing in its file"), ({"server": "unix:///x", "ram": 1}, "key p.ram in")],
+)
+def test_a_wrong_key_is_refused_by_its_name(given, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings(given, "p.", "its file")
