@@ -1,15 +1,12 @@
 """Clients that may be there, and want more than is theirs: floods, crowds, other sizes, streams
 that stop, other tenants."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 
@@ -18,7 +15,6 @@ from msgspec import structs
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, enter, hello, join
 from kvtier.client.remote_tier import RemoteTier
-from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError
 from kvtier.protocol import wire
 from kvtier.testing.check_tier import content
@@ -50,12 +46,12 @@ while True:
 """
 
 
-def far(port: int, size: int = SLOT) -> ServerAccess:
+def far(port, size=SLOT):
     own = hello(LAYOUT.fingerprint, size, stream=True)
     return ServerAccess(Address("", "127.0.0.1", port), own)
 
 
-def enter_raw(access: ServerAccess) -> socket.socket:
+def enter_raw(access):
     """A socket past its greeting, without pool and witness."""
     welcomed = enter(access)
     for descriptor in welcomed.descriptors:
@@ -65,7 +61,7 @@ def enter_raw(access: ServerAccess) -> socket.socket:
 
 
 @contextmanager
-def silent_crowd(port: int, host: str, count: int, again: bool = False) -> Iterator[None]:
+def silent_crowd(port, host, count, again=False):
     """``count`` sockets of a process that say nothing. ``again``: each that is closed is opened
     anew."""
     words = [
@@ -86,7 +82,7 @@ def silent_crowd(port: int, host: str, count: int, again: bool = False) -> Itera
             process.kill()
 
 
-def handshakes(port: int, *, every_s: float, seconds: float) -> int:
+def handshakes(port, *, every_s, seconds):
     """Begin TLS handshakes, with one first message made before, and wait for no answer."""
     first, begun = ssl.MemoryBIO(), list[socket.socket]()
     with suppress(ssl.SSLWantReadError):
@@ -105,9 +101,7 @@ def handshakes(port: int, *, every_s: float, seconds: float) -> int:
     return len(begun)
 
 
-def questions(
-    access: ServerAccess, keys: Sequence[ChunkKey], *, sessions: int, seconds: float
-) -> None:
+def questions(access, keys, *, sessions, seconds):
     """Look these up without waiting for an answer."""
     asking, until = wire.frame(wire.LookupCall(1, wire.joined(keys))), time.monotonic() + seconds
     with ExitStack() as stack:
@@ -125,7 +119,7 @@ def questions(
                     del sent[one]
 
 
-def greetings(access: ServerAccess, sizes: Sequence[int]) -> list[int]:
+def greetings(access, sizes):
     """Greet with chunks of each of these sizes, and leave at once. Returns those welcomed."""
     welcomed = []
     for size in sizes:
@@ -135,12 +129,12 @@ def greetings(access: ServerAccess, sizes: Sequence[int]) -> list[int]:
     return welcomed
 
 
-def of_size(access: ServerAccess, size: int) -> ServerAccess:
+def of_size(access, size):
     return replace(access, hello=structs.replace(access.hello, chunk_bytes=size))
 
 
 @contextmanager
-def half_sent(access: ServerAccess, keys: Sequence[ChunkKey]) -> Iterator[int]:
+def half_sent(access, keys):
     """Begin to send each of these chunks on a stream of its own, and stop after the first byte.
     Yields how many got a slot."""
     with ExitStack() as stack:
@@ -156,7 +150,7 @@ def half_sent(access: ServerAccess, keys: Sequence[ChunkKey]) -> Iterator[int]:
 
 
 @contextmanager
-def workers_of_one(server: Address, port: int, count: int) -> Iterator[list[int]]:
+def workers_of_one(server, port, count):
     """Steer, and join as so many workers of this host. Yields the descriptors that came."""
     with ExitStack() as stack:
         own = hello(LAYOUT.fingerprint, SLOT, stream=False, steers=True)
@@ -173,7 +167,7 @@ def workers_of_one(server: Address, port: int, count: int) -> Iterator[list[int]
         yield got
 
 
-def ends_of_others(server: ServerAccess, port: int, keys: Sequence[ChunkKey]) -> int:
+def ends_of_others(server, port, keys):
     """Save a chunk of its own under each of these keys that ends 4,095 bytes before its slot does,
     by a stream and as a worker in turns, and read them as whole slots. Returns the bytes of
     others."""
@@ -197,7 +191,7 @@ def ends_of_others(server: ServerAccess, port: int, keys: Sequence[ChunkKey]) ->
         return found
 
 
-def clears(near: ServerAccess, stream: ServerAccess, known: Sequence[ChunkKey]) -> None:
+def clears(near, stream, known):
     """Drop ``known``, of which it knows the names, by every call that makes a server forget, then
     all chunks that there are, as vLLM's ``/reset_prefix_cache`` does."""
     with closing(RemoteTier(stream)) as tier:
@@ -210,7 +204,7 @@ def clears(near: ServerAccess, stream: ServerAccess, known: Sequence[ChunkKey]) 
         client.stats()  # the others have no answer, and this one comes after them
 
 
-def fills(access: ServerAccess, chunks: int) -> int:
+def fills(access, chunks):
     with attached(access) as client:
         return sum(
             save(client, run(1_000_000 + first, min(_AT_ONCE, chunks - first)))
@@ -218,7 +212,7 @@ def fills(access: ServerAccess, chunks: int) -> int:
         )
 
 
-def guesses(access: ServerAccess, tokens: Sequence[int], salts: Sequence[bytes]) -> int:
+def guesses(access, tokens, salts):
     """Look for a prompt whose text it knows under each of these salts. Returns the chunks found."""
     with closing(Client(access, 2.0)) as client:
         return sum(client.lookup(LAYOUT.keys(tokens, salt)).known for salt in salts)

@@ -1,12 +1,9 @@
 """ZeroMQ's wire, spoken without its library: what a stranger sends to a server's event stream, and
 what a rogue engine tells the server that follows it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import zmq
@@ -19,17 +16,17 @@ END = (2**64 - 1).to_bytes(8, "big")
 """The number behind the last message of a replay."""
 
 
-def frame(body: bytes, flags: int = 0) -> bytes:
+def frame(body, flags=0):
     return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
 
 
-def ready(kind: str) -> bytes:
+def ready(kind):
     name, value = b"Socket-Type", kind.encode()
     body = b"\x05READY" + bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
     return bytes([COMMAND, len(body)]) + body
 
 
-def dial(endpoint: str) -> socket.socket:
+def dial(endpoint):
     if endpoint.startswith("ipc://"):
         made = socket.socket(socket.AF_UNIX)
         made.settimeout(10.0)
@@ -39,22 +36,20 @@ def dial(endpoint: str) -> socket.socket:
     return socket.create_connection((host.strip("[]"), int(port)), 10.0)
 
 
-def endless_message(
-    endpoint: str, kind: str, *, most: int, length: int = 0, seconds: float = 10.0
-) -> int | None:
+def endless_message(endpoint, kind, *, most, length=0, seconds=10.0):
     """One message of frames of this length without end. Returns the bytes that were taken before
     the other end hung up. None: it did not, before ``most`` or for so long."""
     piece = frame(bytes(length), MORE) * 1000
     return _taken(endpoint, GREETING + ready(kind), piece, most, seconds)
 
 
-def giant_frame(endpoint: str, kind: str, *, most: int, seconds: float = 10.0) -> int | None:
+def giant_frame(endpoint, kind, *, most, seconds=10.0):
     """One frame of so many bytes. Returns what :func:`endless_message` does."""
     head = GREETING + ready(kind) + bytes([LONG]) + (2 * most).to_bytes(8, "big")
     return _taken(endpoint, head, bytes(1 << 20), most, seconds)
 
 
-def _taken(endpoint: str, head: bytes, piece: bytes, most: int, seconds: float) -> int | None:
+def _taken(endpoint, head, piece, most, seconds):
     sent, until = 0, time.monotonic() + seconds
     with dial(endpoint) as one:
         one.sendall(head)
@@ -69,7 +64,7 @@ def _taken(endpoint: str, head: bytes, piece: bytes, most: int, seconds: float) 
     return None
 
 
-def pings_that_nobody_reads(endpoint: str, kind: str, *, most: int, seconds: float = 5.0) -> int:
+def pings_that_nobody_reads(endpoint, kind, *, most, seconds=5.0):
     """Ask for signs of life and read none. Returns the bytes that were taken."""
     ping = bytes([COMMAND, 23]) + b"\x04PING" + bytes(18)
     sent, until = 0, time.monotonic() + seconds
@@ -83,7 +78,7 @@ def pings_that_nobody_reads(endpoint: str, kind: str, *, most: int, seconds: flo
 
 
 @contextmanager
-def crowd(endpoint: str, members: int, says: bytes = b"") -> Iterator[None]:
+def crowd(endpoint, members, says=b""):
     every = []
     try:
         for _ in range(members):
@@ -97,7 +92,7 @@ def crowd(endpoint: str, members: int, says: bytes = b"") -> Iterator[None]:
             one.close()
 
 
-def end_of_replay(replay: str) -> bool:
+def end_of_replay(replay):
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.connect(replay)
         asking.send_multipart([b"", bytes(8)])
@@ -112,7 +107,7 @@ class RogueEngine:
     """Has an engine's endpoints, and does there what ``act`` says with each connection that has
     said hello. Use as a context manager."""
 
-    def __init__(self, endpoint: str, kind: str, act: Callable[[socket.socket], None]) -> None:
+    def __init__(self, endpoint, kind, act):
         self._kind, self._act = kind, act
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(endpoint.removeprefix("ipc://"))
@@ -120,18 +115,18 @@ class RogueEngine:
         self.visits = 0
         self._over = False
 
-    def __enter__(self) -> RogueEngine:
+    def __enter__(self):
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._over = True
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._thread.join(20.0)
 
-    def _serve(self) -> None:
+    def _serve(self):
         while not self._over:
             try:
                 one, _ = self._listening.accept()
@@ -145,13 +140,13 @@ class RogueEngine:
                 self._act(one)
 
 
-def numbered(number: int, payload: bytes) -> bytes:
+def numbered(number, payload):
     parts = frame(b"", MORE), frame((number % 2**64).to_bytes(8, "big"), MORE), frame(payload)
     return b"".join(parts)
 
 
-def told(*messages: bytes, seconds: float = 1.0) -> Callable[[socket.socket], None]:
-    def act(one: socket.socket) -> None:
+def told(*messages, seconds=1.0):
+    def act(one):
         for message in messages:
             one.sendall(message)
         time.sleep(seconds)
@@ -159,10 +154,10 @@ def told(*messages: bytes, seconds: float = 1.0) -> Callable[[socket.socket], No
     return act
 
 
-def frames_without_end(most: int) -> Callable[[socket.socket], None]:
+def frames_without_end(most):
     piece = frame(bytes(1000), MORE) * 1000
 
-    def act(one: socket.socket) -> None:
+    def act(one):
         for _ in range(most // len(piece)):
             one.sendall(piece)
 

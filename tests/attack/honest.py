@@ -5,8 +5,6 @@ It asks round after round, ends a phase at each line of its input, and prints wh
 phase as one line of JSON. Its first line says how many chunks of its own it did not find.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -14,12 +12,9 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import Self
 
 from kvtier.bench.report import percentile
-from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
-from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, SLOT, attached, run, save
@@ -51,39 +46,39 @@ class Honest:
     ``missed``: chunks of its own that it did not find at its start, and saved.
     """
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words):
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.attack.honest", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self.missed = int(self._told())
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
         self._process.kill()
         self._process.wait()
 
-    def phase(self) -> Phase:
+    def phase(self):
         """End a phase. Returns what was felt since the last one ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
         return Phase(**json.loads(self._told()))
 
-    def _told(self) -> bytes:
+    def _told(self):
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the honest client has ended"
         return line
 
 
-def loaded(client: Client, keys: list[ChunkKey], phase: Phase) -> int:
+def loaded(client, keys, phase):
     until = time.monotonic() + _LOAD_S
     with client.load(keys) as lease:
         while lease.poll().coming and time.monotonic() < until:
@@ -95,7 +90,7 @@ def loaded(client: Client, keys: list[ChunkKey], phase: Phase) -> int:
     return len(found)
 
 
-def round_(client: Client, number: int, phase: Phase) -> float:
+def round_(client, number, phase):
     """Look for the prompt and load it, and now and then save a new one. Returns the milliseconds of
     the lookup."""
     keys, begun = run(PROMPT, CHUNKS), time.monotonic()
@@ -109,12 +104,12 @@ def round_(client: Client, number: int, phase: Phase) -> float:
     return took_ms
 
 
-def tell(line: str) -> None:
+def tell(line):
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def main(socket: str, namespace: str = "") -> int:
+def main(socket, namespace=""):
     own = hello(LAYOUT.fingerprint, SLOT, stream=False, namespace=namespace, client="honest")
     with attached(ServerAccess(Address(socket, "", 0), own)) as client:
         keys = run(PROMPT, CHUNKS)

@@ -1,10 +1,6 @@
 """A hostile Redis Cluster: its map names many nodes, and each of them is slow."""
 
-from __future__ import annotations
-
-import socket
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from tests.scripted_redis import INFO, Answer, bulk, cluster_slots, scripted
@@ -13,24 +9,22 @@ from tests.scripted_redis import INFO, Answer, bulk, cluster_slots, scripted
 class Asked:
     """How often nodes were asked for what they are (INFO), and for what they hold (SCAN)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.info = self.scan = 0
 
 
 @contextmanager
-def slow_cluster(
-    nodes: int, delay: Callable[[], None] = lambda: time.sleep(0.8)
-) -> Iterator[tuple[str, Asked]]:
+def slow_cluster(nodes, delay=lambda: time.sleep(0.8)):
     """The URL of a cluster whose every answer to INFO and SCAN comes after ``delay``. At most 300
     nodes."""
     asked = Asked()
 
-    def info(client: socket.socket) -> None:
+    def info(client):
         asked.info += 1
         delay()
         client.sendall(bulk(INFO))
 
-    def scan(client: socket.socket) -> None:
+    def scan(client):
         asked.scan += 1
         delay()
         client.sendall(b"*2\r\n" + bulk("0") + b"*0\r\n")

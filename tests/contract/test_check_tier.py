@@ -1,11 +1,7 @@
 """check_tier passes what keeps its promises, names the promise that is broken, and the shipped
 tiers are as told."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -19,10 +15,10 @@ DATA = memoryview(bytes(range(250)) * 4)
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000])
-def test_dict_tier_keeps_every_promise(size: int) -> None:
+def test_dict_tier_keeps_every_promise(size):
     medium: dict[ChunkKey, bytes] = {}
 
-    def make() -> DictTier:
+    def make():
         medium.clear()
         return DictTier(16, held=medium)
 
@@ -30,55 +26,55 @@ def test_dict_tier_keeps_every_promise(size: int) -> None:
 
 
 class Lies(DictTier):
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key, into):
         held = bool(super().read(key, into))
         into[-1] ^= held
         return held
 
 
 class Invents(DictTier):
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key, into):
         return bool(super().read(key, into)) or key not in KEYS
 
 
 class NeverNow(DictTier):
-    def read(self, key: ChunkKey, into: memoryview) -> None:
+    def read(self, key, into):
         return None
 
 
 class MatchesDigestsOnly(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         return super().write(ChunkKey(key[:32]), data)
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key, into):
         return bool(super().read(ChunkKey(key[:32]), into))
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
+    def find(self, keys):
         return super().find([ChunkKey(key[:32]) for key in keys])
 
-    def delete(self, key: ChunkKey) -> None:
+    def delete(self, key):
         super().delete(ChunkKey(key[:32]))
 
 
 class Evicts(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         if len(self.held) >= self.capacity - 1:
             self.held.pop(next(iter(self.held)))
         return super().write(key, data, owner)
 
 
 class KeepsTheDeleted(DictTier):
-    def delete(self, key: ChunkKey) -> None:
+    def delete(self, key):
         pass
 
 
 class CountsPastGaps(DictTier):
-    def find(self, keys: Sequence[ChunkKey]) -> int:
+    def find(self, keys):
         return sum(key in self.held for key in keys)
 
 
 class ChangesItsData(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         held = super().write(key, data, owner)
         if not data.readonly:
             data[0] ^= 1
@@ -86,7 +82,7 @@ class ChangesItsData(DictTier):
 
 
 class WritesOnce(DictTier):
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         return key not in self.held and super().write(key, data, owner)
 
 
@@ -94,14 +90,14 @@ class ReadsReusedRoom(DictTier):
     """Slots without a checksum: a read looks up its slot, lets somebody write meanwhile, then
     copies."""
 
-    def __init__(self, *given: Any, **more: Any) -> None:
+    def __init__(self, *given, **more):
         super().__init__(*given, **more)
         self.slots = [bytearray(SIZE) for _ in range(self.capacity)]
         self.free = list(range(self.capacity))
         self.at: dict[ChunkKey, int] = {}
         self.written = threading.Event()
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         if key not in self.at and super().write(key, data, owner):
             slot = self.free.pop()
             self.slots[slot][:] = data
@@ -109,7 +105,7 @@ class ReadsReusedRoom(DictTier):
             self.written.set()
         return key in self.at
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool:
+    def read(self, key, into):
         slot = self.at.get(key)
         if slot is None:
             return False
@@ -118,7 +114,7 @@ class ReadsReusedRoom(DictTier):
         into[:] = self.slots[slot]
         return True
 
-    def delete(self, key: ChunkKey) -> None:
+    def delete(self, key):
         super().delete(key)
         if key in self.at:
             self.free.append(self.at.pop(key))
@@ -127,24 +123,24 @@ class ReadsReusedRoom(DictTier):
 class OneForAll(DictTier):
     """Threads share one place on the way in."""
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         self.__dict__["way"] = data
         threading.Event().wait(0.001)
         return super().write(key, self.__dict__["way"])
 
 
 class Nameless(DictTier):
-    def __init__(self, capacity: int, **more: Any) -> None:
+    def __init__(self, capacity, **more):
         super().__init__(capacity, **more, name="")
 
 
 class LosesOrder(DictTier):
-    def recovered(self) -> Sequence[ChunkKey]:
+    def recovered(self):
         return sorted(super().recovered())
 
 
 class LosesOneAtStart(DictTier):
-    def recovered(self) -> Sequence[ChunkKey]:
+    def recovered(self):
         return super().recovered()[1:]
 
 
@@ -153,17 +149,17 @@ class ForgetsOwners(DictTier):
 
 
 class OwnsWithoutKeeping(DictTier):
-    def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+    def owners(self, keys):
         return [1] * len(keys)
 
 
 class IsLeftAlone(DictTier):
-    def may_read(self, key: ChunkKey) -> bool:
+    def may_read(self, key):
         return False
 
 
 class LosesRoom(DictTier):
-    def resize(self, chunks: int) -> int:
+    def resize(self, chunks):
         return chunks - 1
 
 
@@ -190,10 +186,10 @@ class LosesRoom(DictTier):
         (LosesOneAtStart, "exactly what was held"),
     ],
 )
-def test_a_broken_promise_is_named(broken: type[DictTier], words: str) -> None:
+def test_a_broken_promise_is_named(broken, words):
     medium: dict[ChunkKey, bytes] = {}
 
-    def make() -> DictTier:
+    def make():
         medium.clear()
         return broken(16, held=medium)
 

@@ -1,11 +1,8 @@
 """MooncakeTier on a real Mooncake, over TCP: every promise of a tier, and its own: sharing, exact
 lookups, words at the start."""
 
-from __future__ import annotations
-
 import os
 import secrets
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,18 +20,18 @@ LONG = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(1200))
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Mooncake]:
+def pool():
     with mooncake() as started:
         yield started
 
 
 @pytest.fixture
-def form() -> ObjectForm:
+def form():
     """Names that no other test has: the pool is one for all."""
     return ObjectForm("", secrets.token_bytes(8))
 
 
-def raw(pool: Mooncake, size: int = CHUNK_BYTES) -> MooncakeStore:
+def raw(pool, size=CHUNK_BYTES):
     return MooncakeStore(pool.url, size, 1, python())
 
 
@@ -44,22 +41,20 @@ def raw(pool: Mooncake, size: int = CHUNK_BYTES) -> MooncakeStore:
 @pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1])
-def test_it_keeps_the_promises_of_a_tier(pool: Mooncake, chunk_bytes: int) -> None:
+def test_it_keeps_the_promises_of_a_tier(pool, chunk_bytes):
     room = 64 * (chunk_bytes + HEADER_BYTES)
     url = f"mooncake://{pool.address}?bytes={room}B"
 
-    def make() -> MooncakeTier:
+    def make():
         return pool.tier(ObjectForm("", secrets.token_bytes(8)), url=url, size=chunk_bytes)
 
     check_tier(make, chunk_bytes=chunk_bytes)
 
 
-def test_chunks_are_encrypted_and_another_key_finds_misses(
-    pool: Mooncake, form: ObjectForm
-) -> None:
+def test_chunks_are_encrypted_and_another_key_finds_misses(pool, form):
     size = sealed_bytes(CHUNK_BYTES)
 
-    def sealed(key: bytes) -> SealedTier:
+    def sealed(key):
         return SealedTier(pool.tier(form, size=size), key, CHUNK_BYTES)
 
     tier, other, store = sealed(bytes(range(32))), sealed(bytes(32)), raw(pool, size)
@@ -74,7 +69,7 @@ def test_chunks_are_encrypted_and_another_key_finds_misses(
         one.close()
 
 
-def test_a_large_chunk_comes_back(pool: Mooncake, form: ObjectForm) -> None:
+def test_a_large_chunk_comes_back(pool, form):
     size = 33 << 20
     tier = pool.tier(form, size=size)
     data = memoryview(os.urandom(1 << 20) * 33)
@@ -88,9 +83,7 @@ def test_a_large_chunk_comes_back(pool: Mooncake, form: ObjectForm) -> None:
 # ---- looking up, sharing, what lies there --------------------------------------------------------
 
 
-def test_a_run_of_1200_chunks_is_found_exactly_and_a_gap_ends_it(
-    pool: Mooncake, form: ObjectForm
-) -> None:
+def test_a_run_of_1200_chunks_is_found_exactly_and_a_gap_ends_it(pool, form):
     tier = pool.tier(form)
     for key in LONG[:520]:
         assert tier.write(key, chunk(key))
@@ -100,9 +93,7 @@ def test_a_run_of_1200_chunks_is_found_exactly_and_a_gap_ends_it(
     tier.close()
 
 
-def test_two_tiers_share_and_what_one_deletes_is_gone_for_both(
-    pool: Mooncake, form: ObjectForm
-) -> None:
+def test_two_tiers_share_and_what_one_deletes_is_gone_for_both(pool, form):
     one, two = pool.tier(form), pool.tier(form)
     assert one.write(KEYS[0], chunk(KEYS[0]))
     assert two.find(KEYS) == 1 and holds(two, KEYS[0])
@@ -113,7 +104,7 @@ def test_two_tiers_share_and_what_one_deletes_is_gone_for_both(
         tier.close()
 
 
-def test_memory_that_is_lent_is_used_and_taken_back_at_the_end(form: ObjectForm) -> None:
+def test_memory_that_is_lent_is_used_and_taken_back_at_the_end(form):
     with Mooncake().master_alone() as alone:
         tier = alone.tier(form)
         assert not tier.write(KEYS[0], chunk(KEYS[0])), "nobody lends memory"
@@ -126,9 +117,7 @@ def test_memory_that_is_lent_is_used_and_taken_back_at_the_end(form: ObjectForm)
 
 
 @pytest.mark.parametrize("place", [0, 30, HEADER_BYTES - 1, HEADER_BYTES, -1])
-def test_a_wrong_bit_is_a_miss_counted_and_deleted(
-    pool: Mooncake, form: ObjectForm, place: int
-) -> None:
+def test_a_wrong_bit_is_a_miss_counted_and_deleted(pool, form, place):
     tier, store = pool.tier(form), raw(pool)
     damaged = bytearray(header(KEYS[0], chunk(KEYS[0])) + bytes(chunk(KEYS[0])))
     damaged[place] ^= 1
@@ -140,9 +129,7 @@ def test_a_wrong_bit_is_a_miss_counted_and_deleted(
 
 
 @pytest.mark.parametrize("length", [1, HEADER_BYTES, CHUNK_BYTES, CHUNK_BYTES + HEADER_BYTES + 1])
-def test_an_object_of_another_length_is_a_miss(
-    pool: Mooncake, form: ObjectForm, length: int
-) -> None:
+def test_an_object_of_another_length_is_a_miss(pool, form, length):
     tier, store = pool.tier(form), raw(pool, CHUNK_BYTES + 1)
     assert store.put(form.name(KEYS[0]), [bytes(length)])
     assert holds(tier, KEYS[0]) is False
@@ -151,7 +138,7 @@ def test_an_object_of_another_length_is_a_miss(
         one.close()
 
 
-def test_a_full_pool_refuses_writes_and_is_no_fault(form: ObjectForm) -> None:
+def test_a_full_pool_refuses_writes_and_is_no_fault(form):
     with Mooncake().master_alone() as alone:
         size = 4 << 20
         tier = alone.tier(form, url=f"{alone.url}&segment=16MiB", size=size)
@@ -166,9 +153,7 @@ def test_a_full_pool_refuses_writes_and_is_no_fault(form: ObjectForm) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
-def test_a_master_that_does_not_listen_is_misses_and_words(
-    host: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_master_that_does_not_listen_is_misses_and_words(host, caplog):
     url = f"mooncake://{host}:{free_port()}"
     words = f"no master listens at {url.partition('//')[2]}"
     tier = MooncakeTier(MooncakeStore(url, CHUNK_BYTES, CALLS, python()), FORM, CHUNK_BYTES)
@@ -177,12 +162,12 @@ def test_a_master_that_does_not_listen_is_misses_and_words(
     tier.close()
 
 
-def test_a_python_without_the_library_is_an_error_in_words(pool: Mooncake) -> None:
+def test_a_python_without_the_library_is_an_error_in_words(pool):
     store = MooncakeStore(pool.url, CHUNK_BYTES, CALLS)
     with pytest.raises(TierError, match=r"No module named 'mooncake'.*; install what it needs"):
         store.greet()
 
 
-def test_a_budget_of_less_than_a_chunk_is_an_error(pool: Mooncake) -> None:
+def test_a_budget_of_less_than_a_chunk_is_an_error(pool):
     with pytest.raises(TierError, match="give at least bytes in mooncake_url="):
         pool.tier(url=f"mooncake://{pool.address}?bytes=100B")

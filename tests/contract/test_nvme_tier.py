@@ -1,8 +1,6 @@
 """NvmeTier: every promise of a tier, and its own: it stays within its bytes, and finds its chunks
 again in order."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import mmap
@@ -11,7 +9,6 @@ import shutil
 import stat
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, ChunkLayout, own_half, parent_half
 from kvtier.core.errors import StateError, TierError
-from kvtier.core.pool import Pool
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme import files
@@ -36,13 +32,13 @@ KEYS = LAYOUT.keys(range(40))
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("size", [1, 4096, 5000, SLOT])
-def test_keeps_every_promise_of_a_tier(tmp_path: Path, size: int, direct: bool) -> None:
+def test_keeps_every_promise_of_a_tier(tmp_path, size, direct):
     path = tmp_path / "tier"
 
-    def reopen() -> NvmeTier:
+    def reopen():
         return NvmeTier(path, room(20), SLOT, direct=direct)
 
-    def make() -> NvmeTier:
+    def make():
         shutil.rmtree(path, ignore_errors=True)
         return reopen()
 
@@ -52,17 +48,17 @@ def test_keeps_every_promise_of_a_tier(tmp_path: Path, size: int, direct: bool) 
 @given(
     bytes_=st.integers(0, 1 << 34), slot_bytes=st.integers(1, 5000).map(lambda pages: pages * 4096)
 )
-def test_slots_within_is_the_most_that_fits(bytes_: int, slot_bytes: int) -> None:
+def test_slots_within_is_the_most_that_fits(bytes_, slot_bytes):
     slots = slots_within(bytes_, slot_bytes)
     assert not slots or room(slots, slot_bytes) <= bytes_
     assert room(slots + 1, slot_bytes) > bytes_
 
 
-def blocks(folder: Path) -> int:
+def blocks(folder):
     return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
 
 
-def test_what_is_lent_takes_blocks_only_for_what_it_holds_and_is_given(tmp_path: Path) -> None:
+def test_what_is_lent_takes_blocks_only_for_what_it_holds_and_is_given(tmp_path):
     path, table = tmp_path / "tier", room(20) - 20 * SLOT
     tier = NvmeTier(path, room(20), SLOT, lent=True)
     assert (tier.capacity, tier.fixed_room, tier.chunk_room) == (20, table, SLOT)
@@ -88,7 +84,7 @@ def test_what_is_lent_takes_blocks_only_for_what_it_holds_and_is_given(tmp_path:
     whole.close()
 
 
-def test_slots_that_were_free_at_a_restart_give_their_blocks_back(tmp_path: Path) -> None:
+def test_slots_that_were_free_at_a_restart_give_their_blocks_back(tmp_path):
     path, table = tmp_path / "tier", room(20) - 20 * SLOT
     whole = NvmeTier(path, room(20), SLOT)
     fill(whole, KEYS[:4])
@@ -98,7 +94,7 @@ def test_slots_that_were_free_at_a_restart_give_their_blocks_back(tmp_path: Path
     lent.close()
 
 
-def test_bytes_of_the_folders_life_outlive_stops_and_crashes(tmp_path: Path) -> None:
+def test_bytes_of_the_folders_life_outlive_stops_and_crashes(tmp_path):
     path = tmp_path / "tier"
     first = NvmeTier(path, room(4), SLOT)
     for _ in range(3):
@@ -118,9 +114,7 @@ def test_bytes_of_the_folders_life_outlive_stops_and_crashes(tmp_path: Path) -> 
     again.close()
 
 
-def test_more_records_than_numbers_after_a_power_cut_are_closed_and_found_again(
-    tmp_path: Path,
-) -> None:
+def test_more_records_than_numbers_after_a_power_cut_are_closed_and_found_again(tmp_path):
     path, keys = tmp_path / "tier", KEYS[:4]
     tier = NvmeTier(path, room(4), SLOT)
     fill(tier, keys)
@@ -139,7 +133,7 @@ def test_more_records_than_numbers_after_a_power_cut_are_closed_and_found_again(
         tier.close()
 
 
-def test_reserves_its_bytes_at_once_and_never_more(tmp_path: Path) -> None:
+def test_reserves_its_bytes_at_once_and_never_more(tmp_path):
     tier = NvmeTier(tmp_path / "tier", 1_000_000, SLOT)
     files = list((tmp_path / "tier").iterdir())
     before = [file.stat().st_blocks * 512 for file in files]
@@ -151,7 +145,7 @@ def test_reserves_its_bytes_at_once_and_never_more(tmp_path: Path) -> None:
     assert [file.stat().st_blocks * 512 for file in files] == before
 
 
-def test_files_are_private(tmp_path: Path) -> None:
+def test_files_are_private(tmp_path):
     before = os.umask(0)
     try:
         NvmeTier(tmp_path / "tier", room(8), SLOT).close()
@@ -161,7 +155,7 @@ def test_files_are_private(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tier").iterdir()} == {0o600}
 
 
-def test_payloads_bypass_the_page_cache(tmp_path: Path) -> None:
+def test_payloads_bypass_the_page_cache(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     if not tier.direct:
         pytest.skip("this file system refuses O_DIRECT")
@@ -171,9 +165,7 @@ def test_payloads_bypass_the_page_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(4 << 20) - 1, 4 << 20, (9 << 20) + 5])
-def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole(
-    tmp_path: Path, size: int
-) -> None:
+def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole(tmp_path, size):
     tier, key = NvmeTier(tmp_path / "tier", 64 << 20, -(-size // PAGE_BYTES) * PAGE_BYTES), KEYS[0]
     chunk = memoryview(os.urandom(size))
     assert tier.write(key, chunk)
@@ -183,14 +175,14 @@ def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole(
     tier.close()
 
 
-def test_a_held_key_is_not_written_again(tmp_path: Path) -> None:
+def test_a_held_key_is_not_written_again(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:1] * 3)
     assert tier.counts["writes"] == 1
     tier.close()
 
 
-def test_counts_are_of_what_happened(tmp_path: Path) -> None:
+def test_counts_are_of_what_happened(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:2])
     assert holds(tier, KEYS[0])
@@ -206,7 +198,7 @@ def test_counts_are_of_what_happened(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_another_models_chunks_are_never_matched(tmp_path: Path) -> None:
+def test_another_models_chunks_are_never_matched(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:4])
     tier.close()
@@ -220,7 +212,7 @@ def test_another_models_chunks_are_never_matched(tmp_path: Path) -> None:
 # -- restart ---------------------------------------------------------------------------------------
 
 
-def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path: Path) -> None:
+def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
     run, other = KEYS[:5], LAYOUT.keys([9] * 3)
     fill(tier, [*run[:3], *other, *run[3:]])
@@ -233,7 +225,7 @@ def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path: Path) ->
     tier.close()
 
 
-def test_after_a_crash_new_writes_are_newer_than_old_ones(tmp_path: Path) -> None:
+def test_after_a_crash_new_writes_are_newer_than_old_ones(tmp_path):
     runs = [LAYOUT.keys([prompt]) for prompt in range(4)]
     for batch in (runs[:3], runs[3:]):
         tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
@@ -245,7 +237,7 @@ def test_after_a_crash_new_writes_are_newer_than_old_ones(tmp_path: Path) -> Non
     tier.close()
 
 
-def test_a_stop_without_close_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_without_close_is_told(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:2])
@@ -257,7 +249,7 @@ def test_a_stop_without_close_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "2 chunks found after a stop without close, 0 records damaged" in caplog.text
 
 
-def test_close_puts_unnamed_chunks_before_the_named(tmp_path: Path) -> None:
+def test_close_puts_unnamed_chunks_before_the_named(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
     runs = [LAYOUT.keys([prompt]) for prompt in range(5)]
     for run in runs:
@@ -272,9 +264,7 @@ def test_close_puts_unnamed_chunks_before_the_named(tmp_path: Path) -> None:
     parents=st.lists(st.one_of(st.none(), st.integers(0, 100)), max_size=60),
     order=st.randoms(use_true_random=False),
 )
-def test_leaf_first_is_a_permutation_with_no_parent_colder_than_its_child(
-    parents: list[int | None], order: Any
-) -> None:
+def test_leaf_first_is_a_permutation_with_no_parent_colder_than_its_child(parents, order):
     keys: list[ChunkKey] = []
     for index, parent in enumerate(parents):
         link = own_half(keys[parent % index]) if parent is not None and index else bytes(8)
@@ -291,7 +281,7 @@ def test_leaf_first_is_a_permutation_with_no_parent_colder_than_its_child(
     assert found[len(found) - len(line) :] == line, "the newest chunk's own line is the hottest"
 
 
-def test_grows_and_keeps_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_grows_and_keeps_everything(tmp_path, caplog):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:8])
     tier.close()
@@ -303,9 +293,7 @@ def test_grows_and_keeps_everything(tmp_path: Path, caplog: pytest.LogCaptureFix
     tier.close()
 
 
-def test_shrinks_with_a_warning_and_regrows_empty(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shrinks_with_a_warning_and_regrows_empty(tmp_path, caplog):
     tier = NvmeTier(tmp_path / "tier", room(40), SLOT)
     fill(tier, KEYS)
     tier.close()
@@ -321,9 +309,7 @@ def test_shrinks_with_a_warning_and_regrows_empty(
         del tier
 
 
-def test_another_slot_size_empties_it_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_slot_size_empties_it_with_one_warning(tmp_path, caplog):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:8])
     tier.close()
@@ -338,7 +324,7 @@ def test_another_slot_size_empties_it_with_one_warning(
 # -- what cannot be opened -------------------------------------------------------------------------
 
 
-def test_no_room_is_told_in_numbers_and_leaves_nothing(tmp_path: Path) -> None:
+def test_no_room_is_told_in_numbers_and_leaves_nothing(tmp_path):
     path = tmp_path / "new" / "tier"
     with pytest.raises(
         TierError, match=r"needs 1048575\.\d\d GiB more, but of [\d.]+ GiB free .* reserve at most"
@@ -347,7 +333,7 @@ def test_no_room_is_told_in_numbers_and_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_no_room_to_grow_keeps_what_is_there(tmp_path: Path) -> None:
+def test_no_room_to_grow_keeps_what_is_there(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:8])
     tier.close()
@@ -358,29 +344,27 @@ def test_no_room_to_grow_keeps_what_is_there(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_less_than_one_chunk_is_refused(tmp_path: Path) -> None:
+def test_less_than_one_chunk_is_refused(tmp_path):
     with pytest.raises(TierError, match="give at least 16,384"):
         NvmeTier(tmp_path / "tier", room(1) - 1, SLOT)
     NvmeTier(tmp_path / "tier", 16384, SLOT).close()
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 4095, 4097, 2 << 30])
-def test_a_slot_size_that_is_no_multiple_of_a_page_is_a_bug(
-    tmp_path: Path, slot_bytes: int
-) -> None:
+def test_a_slot_size_that_is_no_multiple_of_a_page_is_a_bug(tmp_path, slot_bytes):
     with pytest.raises(StateError, match="multiple of 4096"):
         NvmeTier(tmp_path / "tier", 1 << 30, slot_bytes)
 
 
 @pytest.mark.parametrize("size", [0, SLOT + 1])
-def test_a_chunk_of_another_size_is_a_bug(tmp_path: Path, size: int) -> None:
+def test_a_chunk_of_another_size_is_a_bug(tmp_path, size):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     with pytest.raises(StateError, match=f"{size} bytes for slots of {SLOT}"):
         tier.write(KEYS[0], memoryview(bytes(size)))
     tier.close()
 
 
-def test_a_second_opener_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_second_opener_is_refused_and_changes_nothing(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:3])
     with pytest.raises(TierError, match=f"in use by process {os.getpid()}; stop it, or give"):
@@ -390,10 +374,8 @@ def test_a_second_opener_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     NvmeTier(tmp_path / "tier", room(8), SLOT).close()
 
 
-def test_who_loses_the_race_to_open_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def taken(_fd: int, _how: int) -> None:
+def test_who_loses_the_race_to_open_removes_nothing(tmp_path, monkeypatch):
+    def taken(_fd, _how):
         raise BlockingIOError
 
     monkeypatch.setattr(fcntl, "flock", taken)
@@ -402,7 +384,7 @@ def test_who_loses_the_race_to_open_removes_nothing(
     assert (tmp_path / "tier" / "index.kvtier").exists()
 
 
-def test_a_place_that_is_no_folder_of_ours_is_refused(tmp_path: Path) -> None:
+def test_a_place_that_is_no_folder_of_ours_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(TierError, match="folder"):
         NvmeTier(tmp_path / "file", room(8), SLOT)
@@ -416,7 +398,7 @@ def test_a_place_that_is_no_folder_of_ours_is_refused(tmp_path: Path) -> None:
 # -- late and racing calls -------------------------------------------------------------------------
 
 
-def test_after_close_every_call_is_a_miss(tmp_path: Path) -> None:
+def test_after_close_every_call_is_a_miss(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     fill(tier, KEYS[:1])
     tier.close()
@@ -426,12 +408,12 @@ def test_after_close_every_call_is_a_miss(tmp_path: Path) -> None:
     tier.delete(KEYS[0])
 
 
-def test_a_write_that_hangs_over_close_cannot_hit_another_file(tmp_path: Path) -> None:
+def test_a_write_that_hangs_over_close_cannot_hit_another_file(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
     inside, go_on = threading.Event(), threading.Event()
     wait_and_write = tier._files.write_payload
 
-    def hang(slot: int, data: memoryview) -> None:
+    def hang(slot, data):
         inside.set()
         go_on.wait(DEADLINE_S)
         wait_and_write(slot, data)
@@ -454,12 +436,12 @@ def test_a_write_that_hangs_over_close_cannot_hit_another_file(tmp_path: Path) -
     tier.close()
 
 
-def test_a_read_whose_slot_is_filled_anew_is_a_miss_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_read_whose_slot_is_filled_anew_is_a_miss_and_harms_nobody(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(1), SLOT)
     fill(tier, KEYS[:1])
     read = tier._files.read_payload
 
-    def overtaken(slot: int, into: memoryview, start: int = 0) -> None:
+    def overtaken(slot, into, start=0):
         tier.delete(KEYS[0])
         fill(tier, KEYS[1:2])
         read(slot, into)
@@ -472,12 +454,12 @@ def test_a_read_whose_slot_is_filled_anew_is_a_miss_and_harms_nobody(tmp_path: P
     tier.close()
 
 
-def test_a_torn_read_does_not_drop_the_same_key_written_anew(tmp_path: Path) -> None:
+def test_a_torn_read_does_not_drop_the_same_key_written_anew(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(1), SLOT)
     fill(tier, KEYS[:1])
     read = tier._files.read_payload
 
-    def torn(slot: int, into: memoryview, start: int = 0) -> None:
+    def torn(slot, into, start=0):
         read(slot, into)
         into[5] ^= 1
         tier.delete(KEYS[0])
@@ -491,15 +473,13 @@ def test_a_torn_read_does_not_drop_the_same_key_written_anew(tmp_path: Path) -> 
     tier.close()
 
 
-def in_pool_tier(path: Path, pool: Pool) -> NvmeTier:
+def in_pool_tier(path, pool):
     return NvmeTier(
         path, room(4, pool.slot_bytes), pool.slot_bytes, in_huge_pages=pool.in_huge_pages
     )
 
 
-def test_a_chunk_in_huge_pages_goes_to_the_disk_and_back_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_in_huge_pages_goes_to_the_disk_and_back_as_it_is(tmp_path, monkeypatch):
     pool = populated(4)
     tier = in_pool_tier(tmp_path / "tier", pool)
     pool.view(0)[:] = chunk = os.urandom(pool.slot_bytes)
@@ -512,7 +492,7 @@ def test_a_chunk_in_huge_pages_goes_to_the_disk_and_back_as_it_is(
     tier.close()
 
 
-def test_both_ways_to_the_disk_leave_the_same_files(tmp_path: Path) -> None:
+def test_both_ways_to_the_disk_leave_the_same_files(tmp_path):
     """So a folder from a machine without huge pages is warm on one with them, and the other way
     round."""
     pool, path = populated(4), tmp_path / "tier"
@@ -535,7 +515,7 @@ def test_both_ways_to_the_disk_leave_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 4096, (7 << 20) - 1])
-def test_a_wrong_byte_is_a_miss_also_in_huge_pages(tmp_path: Path, at: int) -> None:
+def test_a_wrong_byte_is_a_miss_also_in_huge_pages(tmp_path, at):
     pool = populated(4)
     tier = in_pool_tier(tmp_path / "tier", pool)
     pool.view(0)[:] = os.urandom(pool.slot_bytes)
@@ -552,8 +532,8 @@ def test_a_wrong_byte_is_a_miss_also_in_huge_pages(tmp_path: Path, at: int) -> N
 
 
 def test_a_disk_that_gives_or_takes_less_than_asked_is_a_miss_also_in_huge_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     pool = populated(4)
     tier = in_pool_tier(tmp_path / "tier", pool)
     with monkeypatch.context() as short:

@@ -1,13 +1,10 @@
 """ObjectTier on a real S3 server: every promise of a tier, and its own: sharing, few requests,
 words at the start."""
 
-from __future__ import annotations
-
 import http.server
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,7 +12,7 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import StateError, TierError
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.parts import ObjectSection, probe
@@ -38,13 +35,13 @@ LONG = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys(range(128))
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[S3Server]:
+def started():
     with S3Server() as server, operated(server.environment):
         yield server
 
 
 @pytest.fixture
-def server(started: S3Server) -> S3Server:
+def server(started):
     started.reset()
     return started
 
@@ -54,20 +51,20 @@ class CountedBucket(Bucket):
 
     asked = 0
 
-    def has(self, name: str) -> bool:
+    def has(self, name):
         self.asked += 1
         return super().has(name)
 
 
-def object_names(server: S3Server) -> list[str]:
+def object_names(server):
     return sorted(name for name, _, _ in beside().listed("cache"))
 
 
-def overwrite(name: str, data: bytes) -> None:
+def overwrite(name, data):
     beside().put(name, [data])
 
 
-def stored(name: str) -> bytearray:
+def stored(name):
     bucket = beside()
     (length,) = [size for listed, size, _ in bucket.listed("cache") if listed == name]
     found = bucket.get(name, length)
@@ -79,8 +76,8 @@ def stored(name: str) -> bytearray:
 
 
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1])
-def test_it_keeps_the_promises_of_a_tier(server: S3Server, chunk_bytes: int) -> None:
-    def make() -> ObjectTier:
+def test_it_keeps_the_promises_of_a_tier(server, chunk_bytes):
+    def make():
         server.reset()
         return ObjectTier(
             Bucket(URL, chunk_bytes), FORM, 64 * (chunk_bytes + HEADER_BYTES), chunk_bytes
@@ -89,10 +86,10 @@ def test_it_keeps_the_promises_of_a_tier(server: S3Server, chunk_bytes: int) -> 
     check_tier(make, chunk_bytes=chunk_bytes)
 
 
-def test_chunks_are_encrypted_and_another_key_finds_misses(server: S3Server) -> None:
+def test_chunks_are_encrypted_and_another_key_finds_misses(server):
     size = sealed_bytes(CHUNK_BYTES)
 
-    def sealed(key: bytes) -> SealedTier:
+    def sealed(key):
         return SealedTier(ObjectTier(Bucket(URL, size), FORM, 1 << 20, size), key, CHUNK_BYTES)
 
     tier = sealed(bytes(range(32)))
@@ -106,7 +103,7 @@ def test_chunks_are_encrypted_and_another_key_finds_misses(server: S3Server) -> 
     assert other.counts["unopened"] == 1
 
 
-def test_a_large_chunk_goes_in_parts_and_comes_back(server: S3Server) -> None:
+def test_a_large_chunk_goes_in_parts_and_comes_back(server):
     size = 65 << 20
     tier = ObjectTier(Bucket(URL, size), FORM, 1 << 30, size)
     data = memoryview(os.urandom(1 << 20) * 65)
@@ -119,7 +116,7 @@ def test_a_large_chunk_goes_in_parts_and_comes_back(server: S3Server) -> None:
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 63, 64, 65, 100, 127, 128])
-def test_a_run_of_128_chunks_is_found_with_at_most_8_requests(server: S3Server, held: int) -> None:
+def test_a_run_of_128_chunks_is_found_with_at_most_8_requests(server, held):
     bucket = CountedBucket(URL, CHUNK_BYTES)
     tier = ObjectTier(bucket, FORM, 1 << 30, CHUNK_BYTES)
     for key in LONG[:held]:
@@ -129,7 +126,7 @@ def test_a_run_of_128_chunks_is_found_with_at_most_8_requests(server: S3Server, 
     assert bucket.asked <= (8 if held else 1)
 
 
-def test_a_gap_makes_a_miss_and_no_wrong_byte(server: S3Server) -> None:
+def test_a_gap_makes_a_miss_and_no_wrong_byte(server):
     tier = server.tier(capacity=128)
     for key in LONG[:40]:
         assert tier.write(key, chunk(key))
@@ -141,7 +138,7 @@ def test_a_gap_makes_a_miss_and_no_wrong_byte(server: S3Server) -> None:
 # ---- sharing, names, what lies there -------------------------------------------------------------
 
 
-def test_two_tiers_on_one_bucket_share(server: S3Server) -> None:
+def test_two_tiers_on_one_bucket_share(server):
     one, two = server.tier(), server.tier()
     assert one.write(KEYS[0], chunk(KEYS[0]))
     assert two.find(KEYS) == 1
@@ -150,9 +147,7 @@ def test_two_tiers_on_one_bucket_share(server: S3Server) -> None:
     assert holds(one, KEYS[0]) is False
 
 
-def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_trial(
-    server: S3Server,
-) -> None:
+def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_trial(server):
     tier = server.tier()
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     assert object_names(server) == [f"cache/a/kvtier-1/{bytes(range(8)).hex()}/{KEYS[0].hex()}"]
@@ -160,7 +155,7 @@ def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_
     assert object_names(server) == []
 
 
-def test_models_do_not_meet(server: S3Server) -> None:
+def test_models_do_not_meet(server):
     assert server.tier().write(KEYS[0], chunk(KEYS[0]))
     other = ObjectTier(
         Bucket(URL, CHUNK_BYTES), ObjectForm("cache/a", b"other"), 1 << 20, CHUNK_BYTES
@@ -169,7 +164,7 @@ def test_models_do_not_meet(server: S3Server) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 8, 20, 30, 79, 80, 5000, -1])
-def test_a_wrong_bit_anywhere_is_a_miss_counted_and_deleted(server: S3Server, place: int) -> None:
+def test_a_wrong_bit_anywhere_is_a_miss_counted_and_deleted(server, place):
     tier, name = server.tier(), FORM.name(KEYS[0])
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     damaged = stored(name)
@@ -181,14 +176,14 @@ def test_a_wrong_bit_anywhere_is_a_miss_counted_and_deleted(server: S3Server, pl
 
 
 @pytest.mark.parametrize("length", [0, 79, 80, CHUNK_BYTES, CHUNK_BYTES + HEADER_BYTES + 1])
-def test_an_object_of_another_length_is_a_miss(server: S3Server, length: int) -> None:
+def test_an_object_of_another_length_is_a_miss(server, length):
     tier = server.tier()
     overwrite(FORM.name(KEYS[0]), bytes(length))
     assert holds(tier, KEYS[0]) is False
     assert tier.counts["corrupt"] == 1
 
 
-def test_another_chunks_bytes_under_this_name_are_a_miss(server: S3Server) -> None:
+def test_another_chunks_bytes_under_this_name_are_a_miss(server):
     tier = server.tier()
     assert tier.write(KEYS[1], chunk(KEYS[1]))
     overwrite(FORM.name(KEYS[0]), bytes(stored(FORM.name(KEYS[1]))))
@@ -196,7 +191,7 @@ def test_another_chunks_bytes_under_this_name_are_a_miss(server: S3Server) -> No
     assert holds(tier, KEYS[1])
 
 
-def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server: S3Server) -> None:
+def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server):
     tier = server.tier()
     for key in KEYS:
         assert tier.write(key, chunk(key))
@@ -211,9 +206,7 @@ def test_what_is_recovered_is_what_is_there_parents_last_and_no_stranger(server:
     assert (len(late.recovered()), late.is_apart, tier.is_apart) == (len(KEYS) + 1, True, False)
 
 
-def test_a_list_without_end_is_cut_short_and_said_to_be(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_without_end_is_cut_short_and_said_to_be(server, monkeypatch):
     tier = server.tier()
     assert all(tier.write(key, chunk(key)) for key in KEYS)
     assert (sorted(tier.held_of(None)[0]), tier.held_of(None)[1]) == (sorted(KEYS), True)
@@ -222,7 +215,7 @@ def test_a_list_without_end_is_cut_short_and_said_to_be(
     assert tier.held_of(None)[1] is False
 
 
-def test_another_layouts_objects_are_neither_seen_nor_touched(server: S3Server) -> None:
+def test_another_layouts_objects_are_neither_seen_nor_touched(server):
     """Both keep chunks below one prefix."""
     tier = server.tier()
     assert tier.write(KEYS[0], chunk(KEYS[0]))
@@ -234,17 +227,17 @@ def test_another_layouts_objects_are_neither_seen_nor_touched(server: S3Server) 
     assert holds(tier, KEYS[0])
 
 
-def test_what_is_larger_than_a_chunk_of_ours_is_not_recovered(server: S3Server) -> None:
+def test_what_is_larger_than_a_chunk_of_ours_is_not_recovered(server):
     overwrite(FORM.name(KEYS[0]), bytes(CHUNK_BYTES + HEADER_BYTES + 1))
     overwrite(FORM.name(KEYS[1]), bytes(HEADER_BYTES))
     assert list(server.tier().recovered()) == []
 
 
-def test_the_header_is_part_of_the_budget(server: S3Server) -> None:
+def test_the_header_is_part_of_the_budget(server):
     assert ObjectTier(Bucket(URL, 1), FORM, 64 * (1 + HEADER_BYTES), 1).capacity == 64
 
 
-def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server: S3Server) -> None:
+def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server):
     for size in (0, CHUNK_BYTES + 1):
         with pytest.raises(StateError, match=f"a chunk of {size} bytes"):
             server.tier().write(KEYS[0], memoryview(bytes(size)))
@@ -257,7 +250,7 @@ LAYOUT = ChunkLayout(bytes(32), 1, 1, (4096,))
 PROMPT = LAYOUT.keys(range(20))
 
 
-def saved(store: Store) -> None:
+def saved(store):
     with store.save(PROMPT) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:4096] = chunk(key, 4096)
@@ -265,7 +258,7 @@ def saved(store: Store) -> None:
     wait_for(lambda: store.stats()["object_stored"] == len(PROMPT), "all is in the bucket")
 
 
-def loaded(store: Store) -> set[str]:
+def loaded(store):
     """Load the prompt and compare it. Returns where it came from."""
     with store.load(PROMPT) as lease:
         wait_for(lambda: lease.poll().coming == 0, "what is below has come")
@@ -276,7 +269,7 @@ def loaded(store: Store) -> set[str]:
         return set(lease.sources)
 
 
-def opened(**more: str | int) -> Store:
+def opened(**more):
     store = assemble(
         Started(
             Config().with_keys(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more)
@@ -287,7 +280,7 @@ def opened(**more: str | int) -> Store:
     return store
 
 
-def test_a_store_on_an_empty_host_starts_warm_from_the_bucket(server: S3Server) -> None:
+def test_a_store_on_an_empty_host_starts_warm_from_the_bucket(server):
     store = opened()
     saved(store)
     store.close()
@@ -296,7 +289,7 @@ def test_a_store_on_an_empty_host_starts_warm_from_the_bucket(server: S3Server) 
     again.close()
 
 
-def test_a_running_store_finds_what_another_host_writes(server: S3Server) -> None:
+def test_a_running_store_finds_what_another_host_writes(server):
     one, other = opened(), opened()
     saved(one)
     assert loaded(other) == {"object"}
@@ -305,7 +298,7 @@ def test_a_running_store_finds_what_another_host_writes(server: S3Server) -> Non
 
 
 @pytest.mark.redis
-def test_with_a_redis_that_knows_nothing_the_bucket_is_asked_too(server: S3Server) -> None:
+def test_with_a_redis_that_knows_nothing_the_bucket_is_asked_too(server):
     with RedisServer() as redis:
         one, other = opened(), opened(redis_url=redis.url, redis_bytes=1 << 20)
         saved(one)
@@ -317,11 +310,11 @@ def test_with_a_redis_that_knows_nothing_the_bucket_is_asked_too(server: S3Serve
 FORM_OF_STORE = ObjectForm("cache/a", LAYOUT.fingerprint[:8])
 
 
-def knows(store: Store, keys: list[ChunkKey]) -> bool:
+def knows(store, keys):
     return store.lookup_by_tier(keys)[1] == len(keys)
 
 
-def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server: S3Server) -> None:
+def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server):
     room = 4096 + HEADER_BYTES
     store = assemble(
         Started(Config().with_keys(ram_bytes=1 << 20, object_url=URL, object_bytes=8 * room)),
@@ -343,7 +336,7 @@ def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server: S3Server)
 # ---- what the start says -------------------------------------------------------------------------
 
 
-def test_credentials_that_nobody_knows_are_an_error_without_a_secret() -> None:
+def test_credentials_that_nobody_knows_are_an_error_without_a_secret():
     with S3Server(refuses_after=2) as server, operated(server.environment):
         with pytest.raises(
             TierError, match="the access key is not known there; correct AWS_ACCESS_KEY_ID"
@@ -352,14 +345,14 @@ def test_credentials_that_nobody_knows_are_an_error_without_a_secret() -> None:
         assert SECRET not in str(raised.value) and "someone" not in str(raised.value)
 
 
-def test_a_bucket_that_is_not_there_is_an_error(server: S3Server) -> None:
+def test_a_bucket_that_is_not_there_is_an_error(server):
     with pytest.raises(
         TierError, match=r"s3://nowhere: there is no such bucket; make it, or correct object_url"
     ):
         server.tier("s3://nowhere")
 
 
-def test_no_credentials_and_no_tls_are_errors(server: S3Server) -> None:
+def test_no_credentials_and_no_tls_are_errors(server):
     with (
         operated(server.environment | {"AWS_ALLOW_HTTP": ""}),
         pytest.raises(TierError, match="set AWS_ALLOW_HTTP"),
@@ -385,7 +378,7 @@ def test_no_credentials_and_no_tls_are_errors(server: S3Server) -> None:
         (403, "", "the credentials are refused; correct AWS_ACCESS_KEY_ID"),
     ],
 )
-def test_what_only_an_operator_can_mend_ends_the_start(status: int, code: str, words: str) -> None:
+def test_what_only_an_operator_can_mend_ends_the_start(status, code, words):
     """moto checks neither clock nor region: the answers are those that S3 documents."""
     with answering(
         status, f"<Error><Code>{code}</Code><X>{SECRET}</X></Error>" if code else ""
@@ -395,7 +388,7 @@ def test_what_only_an_operator_can_mend_ends_the_start(status: int, code: str, w
         assert SECRET not in str(raised.value)
 
 
-def test_a_budget_of_less_than_a_chunk_is_an_error(server: S3Server) -> None:
+def test_a_budget_of_less_than_a_chunk_is_an_error(server):
     with pytest.raises(
         TierError, match=f"give at least object_bytes={CHUNK_BYTES + HEADER_BYTES:,}"
     ):
@@ -405,9 +398,7 @@ def test_a_budget_of_less_than_a_chunk_is_an_error(server: S3Server) -> None:
 # ---- outages -------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_away_at_the_start_is_misses_and_there_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_store_that_is_away_at_the_start_is_misses_and_there_later(caplog):
     server, clock = S3Server(), Clock()
     with operated(server.environment), server:
         server.kill()
@@ -425,7 +416,7 @@ def test_a_store_that_is_away_at_the_start_is_misses_and_there_later(
     assert SECRET not in caplog.text and "no connection" in caplog.text
 
 
-def test_a_delete_that_could_not_be_made_is_made_good() -> None:
+def test_a_delete_that_could_not_be_made_is_made_good():
     server, clock = S3Server(), Clock()
     with operated(server.environment), server:
         tier = server.tier(clock=clock)
@@ -443,7 +434,7 @@ def test_a_delete_that_could_not_be_made_is_made_good() -> None:
         assert object_names(server) == [FORM.name(KEYS[1])]
 
 
-def test_a_store_that_answers_with_errors_is_misses(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_answers_with_errors_is_misses(caplog):
     caplog.set_level(logging.WARNING)
     with (
         answering(503, f"<Error><Code>SlowDown</Code><X>{SECRET}</X></Error>") as environment,
@@ -456,7 +447,7 @@ def test_a_store_that_answers_with_errors_is_misses(caplog: pytest.LogCaptureFix
     assert "HTTP 503 SlowDown" in caplog.text and SECRET not in caplog.text
 
 
-def test_after_close_nothing_is_held_and_nothing_is_asked(server: S3Server) -> None:
+def test_after_close_nothing_is_held_and_nothing_is_asked(server):
     tier = server.tier()
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     tier.close(KEYS)
@@ -466,7 +457,7 @@ def test_after_close_nothing_is_held_and_nothing_is_asked(server: S3Server) -> N
 
 
 @contextmanager
-def quick_answers(tier: ObjectTier) -> Iterator[None]:
+def quick_answers(tier):
     """A call of its bucket gives up after half a second instead of five."""
     before = tier._store
     with pytest.MonkeyPatch.context() as patch:
@@ -476,11 +467,11 @@ def quick_answers(tier: ObjectTier) -> Iterator[None]:
 
 
 @contextmanager
-def answering(status: int, body: str) -> Iterator[dict[str, str]]:
+def answering(status, body):
     """A server that gives one answer to everything, and the environment that leads there."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
-        def answer(self) -> None:
+        def answer(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(status)
             self.send_header("Content-Length", str(0 if self.command == "HEAD" else len(body)))
@@ -490,7 +481,7 @@ def answering(status: int, body: str) -> Iterator[dict[str, str]]:
 
         do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
@@ -505,7 +496,7 @@ def answering(status: int, body: str) -> Iterator[dict[str, str]]:
             thread.join()
 
 
-def test_names_and_keys_are_two_ways_of_one_thing() -> None:
+def test_names_and_keys_are_two_ways_of_one_thing():
     assert FORM.key(FORM.name(KEYS[0])) == KEYS[0]
     assert [FORM.key(name) for name in ("", KEYS[0].hex(), f"{FORM.folder}/{'zz' * 40}")] == [
         None

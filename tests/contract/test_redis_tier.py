@@ -1,17 +1,13 @@
 """RedisTier: every promise of a tier, on every kind of connection, and its own: sharing, order,
 room, names, TTL."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, StateError, TierError
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.testing import check_tier
@@ -26,13 +22,13 @@ pytestmark = pytest.mark.redis
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[RedisServer]:
+def started():
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture
-def server(started: RedisServer) -> RedisServer:
+def server(started):
     with started.admin() as admin:
         admin.flushall()
         admin.config_set("maxmemory", 0)
@@ -40,7 +36,7 @@ def server(started: RedisServer) -> RedisServer:
     return started
 
 
-def age(admin: Any, name: bytes, seconds: int) -> None:
+def age(admin, name, seconds):
     """Make Redis believe that the key was last used so long ago."""
     admin.restore(name, 0, admin.dump(name), replace=True, idletime=seconds)
 
@@ -51,13 +47,11 @@ def age(admin: Any, name: bytes, seconds: int) -> None:
 @pytest.mark.parametrize(
     "chunk_bytes", [CHUNK_BYTES, PART_BYTES, 1], ids=["parts", "one part", "one byte"]
 )
-def test_it_keeps_the_promises_of_a_tier(server: RedisServer, chunk_bytes: int) -> None:
+def test_it_keeps_the_promises_of_a_tier(server, chunk_bytes):
     check_tier(lambda: emptied(server, server.url), chunk_bytes=chunk_bytes)
 
 
-def test_a_chunk_that_is_written_anew_while_it_is_read_is_a_miss_and_stays(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_that_is_written_anew_while_it_is_read_is_a_miss_and_stays(server, monkeypatch):
     """With other bytes, as encryption gives each write: the old header comes, then the new
     parts."""
     tier, other = emptied(server, server.url), emptied(server, server.url)
@@ -65,7 +59,7 @@ def test_a_chunk_that_is_written_anew_while_it_is_read_is_a_miss_and_stays(
     assert tier.write(KEYS[0], memoryview(old))
     checksum = Form.checksum
 
-    def written_anew(form: Form, header: bytes, key: ChunkKey, length: int) -> bytes | None:
+    def written_anew(form, header, key, length):
         monkeypatch.setattr(Form, "checksum", checksum)
         assert other.write(key, memoryview(new))
         return checksum(form, header, key, length)
@@ -77,11 +71,11 @@ def test_a_chunk_that_is_written_anew_while_it_is_read_is_a_miss_and_stays(
     assert other.read(KEYS[0], memoryview(into)) is True and into == new
 
 
-def test_it_keeps_them_over_a_unix_socket(server: RedisServer) -> None:
+def test_it_keeps_them_over_a_unix_socket(server):
     check_tier(lambda: emptied(server, f"unix://{server.path}"), chunk_bytes=CHUNK_BYTES)
 
 
-def test_it_keeps_them_over_tls_with_a_password() -> None:
+def test_it_keeps_them_over_tls_with_a_password():
     with RedisServer(tls=True) as server:
         with server.admin() as admin:
             admin.acl_setuser(
@@ -92,10 +86,10 @@ def test_it_keeps_them_over_tls_with_a_password() -> None:
 
 
 @pytest.mark.slow
-def test_it_keeps_them_on_a_cluster() -> None:
+def test_it_keeps_them_on_a_cluster():
     with redis_cluster() as servers:
 
-        def make() -> RedisTier:
+        def make():
             for server in servers:
                 with server.admin() as admin:
                     admin.flushall()
@@ -113,12 +107,12 @@ def test_it_keeps_them_on_a_cluster() -> None:
             servers[0].tier()
 
 
-def held_by(server: RedisServer) -> int:
+def held_by(server):
     with server.admin() as admin:
         return int(admin.dbsize())
 
 
-def emptied(server: RedisServer, url: str) -> RedisTier:
+def emptied(server, url):
     with server.admin() as admin:
         admin.flushall()
     return server.tier(url)
@@ -127,7 +121,7 @@ def emptied(server: RedisServer, url: str) -> RedisTier:
 # ---- sharing, names, the header ------------------------------------------------------------------
 
 
-def test_two_tiers_on_one_redis_share(server: RedisServer) -> None:
+def test_two_tiers_on_one_redis_share(server):
     one, two = server.tier(), server.tier()
     assert one.write(KEYS[0], chunk(KEYS[0]))
     assert two.find(KEYS) == 1
@@ -137,7 +131,7 @@ def test_two_tiers_on_one_redis_share(server: RedisServer) -> None:
     assert not holds(one, KEYS[0])
 
 
-def test_the_header_is_written_last(server: RedisServer) -> None:
+def test_the_header_is_written_last(server):
     tier = server.tier()
     with server.admin() as admin, admin.monitor() as monitor:
         tier.write(KEYS[0], chunk(KEYS[0]))
@@ -148,7 +142,7 @@ def test_the_header_is_written_last(server: RedisServer) -> None:
     ]
 
 
-def test_parts_without_a_header_are_a_miss(server: RedisServer) -> None:
+def test_parts_without_a_header_are_a_miss(server):
     tier = server.tier()
     with server.admin() as admin:
         for name, part in zip(
@@ -160,11 +154,11 @@ def test_parts_without_a_header_are_a_miss(server: RedisServer) -> None:
     assert holds_after_write(tier, KEYS[0])
 
 
-def holds_after_write(tier: RedisTier, key: ChunkKey) -> bool:
+def holds_after_write(tier, key):
     return tier.write(key, chunk(key)) and holds(tier, key) is True
 
 
-def test_models_and_part_sizes_do_not_meet(server: RedisServer) -> None:
+def test_models_and_part_sizes_do_not_meet(server):
     tier = server.tier()
     tier.write(KEYS[0], chunk(KEYS[0]))
     for form in (Form("kvtier", NAMESPACE[1:], PART_BYTES), Form("other", NAMESPACE, PART_BYTES)):
@@ -190,7 +184,7 @@ def test_models_and_part_sizes_do_not_meet(server: RedisServer) -> None:
     other.close()
 
 
-def test_chunks_leave_after_their_ttl_the_header_first(server: RedisServer) -> None:
+def test_chunks_leave_after_their_ttl_the_header_first(server):
     server.tier(ttl_s=500).write(KEYS[0], chunk(KEYS[0]))
     with server.admin() as admin:
         header, *parts = [admin.pttl(name) for name in FORM.names(KEYS[0], CHUNK_BYTES)]
@@ -201,14 +195,14 @@ def test_chunks_leave_after_their_ttl_the_header_first(server: RedisServer) -> N
         assert {admin.pttl(name) for name in FORM.names(KEYS[0], CHUNK_BYTES)} == {-1}
 
 
-def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server: RedisServer) -> None:
+def test_a_chunk_of_a_wrong_size_is_a_bug_of_the_caller(server):
     tier = server.tier()
     for size in (0, CHUNK_BYTES + 1):
         with pytest.raises(StateError, match=f"a chunk of {size} bytes"):
             tier.write(KEYS[0], memoryview(bytes(size)))
 
 
-def test_after_close_nothing_is_held_and_nothing_connects(server: RedisServer) -> None:
+def test_after_close_nothing_is_held_and_nothing_connects(server):
     tier = server.tier()
     tier.write(KEYS[0], chunk(KEYS[0]))
     tier.close(KEYS)
@@ -223,7 +217,7 @@ def test_after_close_nothing_is_held_and_nothing_connects(server: RedisServer) -
 # ---- room and order ------------------------------------------------------------------------------
 
 
-def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server: RedisServer) -> None:
+def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server):
     """So no tenant's erasure takes it, because it may be another's. It is never served either."""
     tier, owner = server.tier(), owner_of(bytes(32), "acme")
     for key in KEYS:
@@ -250,7 +244,7 @@ def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server: Re
 
 
 @pytest.mark.parametrize("chunk_bytes", [7 << 20, 1 << 20, 300_000])
-def test_a_chunk_takes_the_room_it_is_counted_for(server: RedisServer, chunk_bytes: int) -> None:
+def test_a_chunk_takes_the_room_it_is_counted_for(server, chunk_bytes):
     form = Form("kvtier", NAMESPACE)
     tier = RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), form, 1 << 30, chunk_bytes)
     key = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([0])[0]
@@ -262,9 +256,7 @@ def test_a_chunk_takes_the_room_it_is_counted_for(server: RedisServer, chunk_byt
     assert form.room(chunk_bytes) < 1.15 * chunk_bytes + 4096
 
 
-def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(
-    server: RedisServer,
-) -> None:
+def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(server):
     """Two prompts. Of the first the leaf was used last, of the second the root."""
     first, second = KEYS[:3], ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)).keys([9, 9])
     tier = server.tier()
@@ -280,7 +272,7 @@ def test_what_is_recovered_is_coldest_first_and_no_parent_before_its_child(
     )
 
 
-def test_a_stranger_s_keys_are_not_recovered(server: RedisServer) -> None:
+def test_a_stranger_s_keys_are_not_recovered(server):
     tier = server.tier()
     tier.write(KEYS[0], chunk(KEYS[0]))
     base = FORM.probe.removesuffix(b"probe")
@@ -297,7 +289,7 @@ def test_a_stranger_s_keys_are_not_recovered(server: RedisServer) -> None:
     assert tier.recovered() == [KEYS[0]]
 
 
-def test_what_a_dead_writer_left_is_taken_away_after_a_minute(server: RedisServer) -> None:
+def test_what_a_dead_writer_left_is_taken_away_after_a_minute(server):
     tier = server.tier()
     old, young, whole = KEYS[:3]
     for key in (old, young, whole):
@@ -327,13 +319,8 @@ def test_what_a_dead_writer_left_is_taken_away_after_a_minute(server: RedisServe
     ],
 )
 def test_the_start_says_in_one_line_what_the_memory_settings_mean(
-    server: RedisServer,
-    caplog: pytest.LogCaptureFixture,
-    policy: str,
-    maxmemory: str,
-    level: int,
-    words: str,
-) -> None:
+    server, caplog, policy, maxmemory, level, words
+):
     with server.admin() as admin:
         admin.config_set("maxmemory-policy", policy)
         admin.config_set("maxmemory", maxmemory)
@@ -345,7 +332,7 @@ def test_the_start_says_in_one_line_what_the_memory_settings_mean(
     assert words in line.getMessage()
 
 
-def test_without_a_budget_it_takes_nine_tenths_of_maxmemory(server: RedisServer) -> None:
+def test_without_a_budget_it_takes_nine_tenths_of_maxmemory(server):
     with pytest.raises(TierError, match="sets no maxmemory; give redis_bytes"):
         RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), FORM, None, CHUNK_BYTES)
     with server.admin() as admin:
@@ -355,7 +342,7 @@ def test_without_a_budget_it_takes_nine_tenths_of_maxmemory(server: RedisServer)
     tier.close()
 
 
-def test_a_budget_of_less_than_a_chunk_is_an_error(server: RedisServer) -> None:
+def test_a_budget_of_less_than_a_chunk_is_an_error(server):
     with pytest.raises(TierError, match=f"give at least {FORM.room(CHUNK_BYTES):,}"):
         server.tier(capacity=0)
 
@@ -368,7 +355,7 @@ BAD_URLS = [
 
 
 @pytest.mark.parametrize(("url", "words"), BAD_URLS)
-def test_a_url_that_is_none_is_an_error_of_the_operator(url: str, words: str) -> None:
+def test_a_url_that_is_none_is_an_error_of_the_operator(url, words):
     with pytest.raises(ConfigError, match=words) as raised:
         RedisServers(url)
     assert "'pass'" not in str(raised.value)
@@ -378,12 +365,12 @@ def test_a_url_that_is_none_is_an_error_of_the_operator(url: str, words: str) ->
     ("prefix", "namespace"),
     [("", b"x"), ("a*b", b"x"), ("a{b", b"x"), ("a", b""), ("a", bytes(33))],
 )
-def test_a_prefix_or_namespace_that_is_none_is_an_error(prefix: str, namespace: bytes) -> None:
+def test_a_prefix_or_namespace_that_is_none_is_an_error(prefix, namespace):
     with pytest.raises(ConfigError, match="Redis"):
         Form(prefix, namespace)
 
 
-def test_it_needs_no_package_of_redis(server: RedisServer) -> None:
+def test_it_needs_no_package_of_redis(server):
     program = f"""
 import sys
 sys.modules["redis"] = sys.modules["hiredis"] = None

@@ -1,13 +1,9 @@
 """SealedTier: every promise of a tier over real NVMe and Redis, and its own: nothing readable
 below, nothing believed that was not sealed by our key for just this chunk."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,12 +35,12 @@ KEYS = LAYOUT.keys(range(6))
 SEALED = sealed_bytes(SLOT)
 
 
-def on_disk(path: Path, size: int = SLOT, key: bytes = KEY) -> SealedTier:
+def on_disk(path, size=SLOT, key=KEY):
     slot = -(-sealed_bytes(size) // PAGE_BYTES) * PAGE_BYTES
     return SealedTier(NvmeTier(path, room(20, slot), slot), key, size)
 
 
-def in_redis(server: RedisServer, size: int = SLOT, key: bytes = KEY) -> SealedTier:
+def in_redis(server, size=SLOT, key=KEY):
     form = Form("kvtier", NAMESPACE + key_name(key), PART_BYTES)
     return SealedTier(
         RedisTier(
@@ -55,7 +51,7 @@ def in_redis(server: RedisServer, size: int = SLOT, key: bytes = KEY) -> SealedT
     )
 
 
-def read(tier: SealedTier, key: ChunkKey) -> bool | None:
+def read(tier, key):
     into = memoryview(bytearray(SLOT))
     found = tier.read(key, into)
     assert not found or into == content(key, SLOT), "a lie"
@@ -63,14 +59,14 @@ def read(tier: SealedTier, key: ChunkKey) -> bool | None:
 
 
 @pytest.fixture
-def below() -> DictTier:
+def below():
     """Where stored bytes can be damaged with no checksum of a tier's own in the way: as a forger
     would."""
     return DictTier(16)
 
 
 @pytest.fixture
-def tier(below: DictTier) -> SealedTier:
+def tier(below):
     tier = SealedTier(below, KEY, SLOT)
     for key in KEYS:
         assert tier.write(key, content(key, SLOT))
@@ -81,8 +77,8 @@ def tier(below: DictTier) -> SealedTier:
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000, SLOT])
-def test_over_nvme_it_keeps_every_promise_of_a_tier(tmp_path: Path, size: int) -> None:
-    def make() -> SealedTier:
+def test_over_nvme_it_keeps_every_promise_of_a_tier(tmp_path, size):
+    def make():
         shutil.rmtree(tmp_path / "tier", ignore_errors=True)
         return on_disk(tmp_path / "tier", size)
 
@@ -90,10 +86,10 @@ def test_over_nvme_it_keeps_every_promise_of_a_tier(tmp_path: Path, size: int) -
 
 
 @pytest.mark.redis
-def test_over_redis_it_keeps_every_promise_of_a_tier() -> None:
+def test_over_redis_it_keeps_every_promise_of_a_tier():
     with RedisServer() as server:
 
-        def make() -> SealedTier:
+        def make():
             with server.admin() as admin:
                 admin.flushall()
             return in_redis(server, 10_000)
@@ -115,9 +111,7 @@ def test_over_redis_it_keeps_every_promise_of_a_tier() -> None:
         ),
     ],
 )
-def test_the_cipher_is_the_published_one(
-    monkeypatch: pytest.MonkeyPatch, key: bytes, aad: bytes, sealed: str, below: DictTier
-) -> None:
+def test_the_cipher_is_the_published_one(monkeypatch, key, aad, sealed, below):
     """The test vectors of https://c2sp.org/XAES-256-GCM."""
     monkeypatch.setattr("os.urandom", lambda count: b"ABCDEFGHIJKLMNOPQRSTUVWX"[:count])
     text = memoryview(b"XAES-256-GCM")
@@ -125,9 +119,7 @@ def test_the_cipher_is_the_published_one(
     assert below.held[ChunkKey(aad)].startswith(bytes.fromhex(sealed) + b"ABCDEFGHIJKLMNOPQRSTUVWX")
 
 
-def test_what_is_stored_is_whole_pages_one_more_than_the_chunk(
-    below: DictTier, tier: SealedTier
-) -> None:
+def test_what_is_stored_is_whole_pages_one_more_than_the_chunk(below, tier):
     assert {len(stored) for stored in below.held.values()} == {SLOT + PAGE_BYTES} == {SEALED}
     assert [sealed_bytes(size) for size in (1, 4040, 4041, 1 << 20)] == [
         4096,
@@ -137,9 +129,7 @@ def test_what_is_stored_is_whole_pages_one_more_than_the_chunk(
     ]
 
 
-def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(
-    below: DictTier, tier: SealedTier
-) -> None:
+def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(below, tier):
     for key in KEYS:
         plain, before = bytes(content(key, SLOT)), below.held[key]
         assert not any(plain[at : at + 16] in before for at in range(0, SLOT, 16))
@@ -152,9 +142,7 @@ def test_what_is_stored_tells_nothing_and_is_never_the_same_twice(
 
 
 @pytest.mark.parametrize("at", [0, SLOT // 2, SLOT - 1, SLOT, SLOT + 15, SLOT + 16, SLOT + 39])
-def test_a_changed_bit_of_bytes_tag_or_nonce_is_a_counted_miss(
-    below: DictTier, tier: SealedTier, at: int
-) -> None:
+def test_a_changed_bit_of_bytes_tag_or_nonce_is_a_counted_miss(below, tier, at):
     stored = bytearray(below.held[KEYS[0]])
     stored[at] ^= 1
     below.held[KEYS[0]] = bytes(stored)
@@ -164,7 +152,7 @@ def test_a_changed_bit_of_bytes_tag_or_nonce_is_a_counted_miss(
     assert all(read(tier, key) for key in KEYS[1:])
 
 
-def test_a_chunk_under_another_chunks_name_does_not_open(below: DictTier, tier: SealedTier) -> None:
+def test_a_chunk_under_another_chunks_name_does_not_open(below, tier):
     below.held[KEYS[0]], below.held[KEYS[1]] = below.held[KEYS[1]], below.held[KEYS[0]]
     assert [read(tier, key) for key in KEYS[:3]] == [False, False, True]
 
@@ -172,17 +160,13 @@ def test_a_chunk_under_another_chunks_name_does_not_open(below: DictTier, tier: 
 @pytest.mark.parametrize(
     "stored", [bytes(SEALED), b"\xff" * SEALED, bytes(content(KEYS[0], SEALED))]
 )
-def test_bytes_that_were_never_sealed_do_not_open(
-    below: DictTier, tier: SealedTier, stored: bytes
-) -> None:
+def test_bytes_that_were_never_sealed_do_not_open(below, tier, stored):
     below.held[KEYS[0]] = stored
     assert read(tier, KEYS[0]) is False
     assert tier.counts["unopened"] == 1
 
 
-def test_sealed_by_another_key_is_a_miss_and_the_log_says_so_once(
-    below: DictTier, tier: SealedTier, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sealed_by_another_key_is_a_miss_and_the_log_says_so_once(below, tier, caplog):
     other = SealedTier(below, OTHER_KEY, SLOT)
     assert [read(other, key) for key in KEYS] == [False] * len(KEYS)
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -191,21 +175,19 @@ def test_sealed_by_another_key_is_a_miss_and_the_log_says_so_once(
     assert other.counts["unopened"] == len(KEYS)
 
 
-def test_a_miss_below_is_no_broken_seal(tier: SealedTier) -> None:
+def test_a_miss_below_is_no_broken_seal(tier):
     assert read(tier, LAYOUT.keys([99])[0]) is False
     assert tier.counts["unopened"] == tier.counts["corrupt"] == 0
 
 
-def test_not_now_is_passed_on_and_costs_nothing(
-    below: DictTier, tier: SealedTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_not_now_is_passed_on_and_costs_nothing(below, tier, monkeypatch):
     monkeypatch.setattr(below, "read", lambda key, into: None)
     assert read(tier, KEYS[0]) is None
     assert KEYS[0] in below.held
     assert tier.counts["unopened"] == 0
 
 
-def test_a_chunk_of_another_size_is_a_bug(tier: SealedTier) -> None:
+def test_a_chunk_of_another_size_is_a_bug(tier):
     for call in (tier.write, tier.read):
         with pytest.raises(StateError, match="a chunk of 5 bytes"):
             call(KEYS[0], memoryview(bytearray(5)))
@@ -216,9 +198,7 @@ def test_a_chunk_of_another_size_is_a_bug(tier: SealedTier) -> None:
 # ---- a key that was changed ----------------------------------------------------------------------
 
 
-def test_after_a_change_of_key_a_folder_starts_empty_and_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_change_of_key_a_folder_starts_empty_and_whole(tmp_path, caplog):
     tier = on_disk(tmp_path / "tier")
     assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
     tier.close()
@@ -235,7 +215,7 @@ def test_after_a_change_of_key_a_folder_starts_empty_and_whole(
     again.close()
 
 
-def test_a_shared_tier_is_not_judged_by_the_chunks_of_others() -> None:
+def test_a_shared_tier_is_not_judged_by_the_chunks_of_others():
     below = DictTier(16, shared=True)
     assert SealedTier(below, KEY, SLOT).write(KEYS[0], content(KEYS[0], SLOT))
     assert SealedTier(below, OTHER_KEY, SLOT).write(KEYS[1], content(KEYS[1], SLOT))
@@ -244,7 +224,7 @@ def test_a_shared_tier_is_not_judged_by_the_chunks_of_others() -> None:
     assert list(below.held) == list(KEYS[:2]), "nobody's chunks are deleted"
 
 
-def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path: Path) -> None:
+def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path):
     tier = on_disk(tmp_path / "tier")
     assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
     tier.close(KEYS[::-1])
@@ -256,7 +236,7 @@ def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path: Path) -> N
 
 
 @pytest.mark.redis
-def test_servers_with_different_keys_share_a_redis_and_leave_each_other_alone() -> None:
+def test_servers_with_different_keys_share_a_redis_and_leave_each_other_alone():
     with RedisServer() as server:
         one, two = in_redis(server), in_redis(server, key=OTHER_KEY)
         assert one.write(KEYS[0], content(KEYS[0], SLOT))
@@ -271,7 +251,7 @@ def test_servers_with_different_keys_share_a_redis_and_leave_each_other_alone() 
 # ---- kvtier check --------------------------------------------------------------------------------
 
 
-def test_check_needs_no_key_to_find_damage(tmp_path: Path) -> None:
+def test_check_needs_no_key_to_find_damage(tmp_path):
     tier = on_disk(tmp_path / "tier")
     assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
     tier.close()
@@ -285,15 +265,15 @@ def test_check_needs_no_key_to_find_damage(tmp_path: Path) -> None:
 # ---- from the configuration ----------------------------------------------------------------------
 
 
-def key_file(folder: Path, text: str = KEY.hex(), mode: int = 0o600) -> str:
+def key_file(folder, text=None, mode=0o600):
     path = folder / "key"
-    path.write_text(text + "\n")
+    path.write_text((KEY.hex() if text is None else text) + "\n")
     path.chmod(mode)
     return str(path)
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
+def settings(tmp_path):
     return {
         "ram_bytes": 8 * SLOT,
         "nvme_path": str(tmp_path / "nvme"),
@@ -310,9 +290,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         ("x" * 64, 0o600, "are not a key"),
     ],
 )
-def test_a_key_file_that_is_none_is_refused_and_not_shown(
-    tmp_path: Path, settings: dict[str, Any], text: str, mode: int, words: str
-) -> None:
+def test_a_key_file_that_is_none_is_refused_and_not_shown(tmp_path, settings, text, mode, words):
     with pytest.raises(ConfigError, match=words) as raised:
         assemble(
             Started(
@@ -324,7 +302,7 @@ def test_a_key_file_that_is_none_is_refused_and_not_shown(
     assert not (tmp_path / "nvme").exists()
 
 
-def test_a_key_file_that_is_missing_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_key_file_that_is_missing_is_refused(tmp_path, settings):
     with pytest.raises(ConfigError, match="encryption_key_file=/nowhere/key cannot be read"):
         assemble(
             Started(Config().with_keys(encryption_key_file="/nowhere/key", **settings)), LAYOUT
@@ -332,7 +310,7 @@ def test_a_key_file_that_is_missing_is_refused(tmp_path: Path, settings: dict[st
     assert not (tmp_path / "nvme").exists()
 
 
-def test_a_server_with_a_key_that_is_none_does_not_start() -> None:
+def test_a_server_with_a_key_that_is_none_does_not_start():
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", encryption_key="no key")
         assert "has 6 characters that are not a key" in server.refusal()
@@ -342,21 +320,15 @@ def test_a_server_with_a_key_that_is_none_does_not_start() -> None:
     ("given", "words"), [("", "has 0 characters"), (KEY.hex(), "two encryption keys")]
 )
 def test_a_variable_that_is_empty_or_one_too_many_is_refused(
-    tmp_path: Path,
-    settings: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    given: str,
-    words: str,
-) -> None:
+    tmp_path, settings, monkeypatch, given, words
+):
     monkeypatch.setenv(ENCRYPTION_KEY, given)
     both = key_file(tmp_path) if given else None
     with pytest.raises(ConfigError, match=words):
         assemble(Started(Config().with_keys(encryption_key_file=both, **settings)), LAYOUT)
 
 
-def test_without_the_library_it_is_an_error_that_names_the_extra(
-    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_it_is_an_error_that_names_the_extra(tmp_path, settings, monkeypatch):
     monkeypatch.delitem(sys.modules, "kvtier.tiers.sealed", raising=False)
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(ConfigError, match=r"install 'cryptography>=\d+', or remove the key"):
@@ -365,11 +337,11 @@ def test_without_the_library_it_is_an_error_that_names_the_extra(
         )
 
 
-def by_file(folder: Path) -> dict[str, Any]:
+def by_file(folder):
     return {"encryption_key_file": key_file(folder)}
 
 
-def by_variable(_: Path) -> dict[str, Any]:
+def by_variable(_):
     return {
         "encryption_key": KEY.hex() + "\n"
     }  # becomes KVTIER_ENCRYPTION_KEY of the server's process
@@ -377,9 +349,7 @@ def by_variable(_: Path) -> dict[str, Any]:
 
 @pytest.mark.redis
 @pytest.mark.parametrize("way", [by_file, by_variable])
-def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_only(
-    way: Callable[[Path], dict[str, Any]],
-) -> None:
+def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_only(way):
     keys = run(1, 3)
     with short_folder() as folder, RedisServer() as redis:
         place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
@@ -417,15 +387,13 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
                 )
 
 
-def chunks_in(behind: Any) -> list[bytes]:
+def chunks_in(behind):
     """Names of chunks and of their parts, without the signs of who lives."""
     return [name for name in behind.scan_iter() if not name.endswith(b"{signed}")]
 
 
-def test_switched_on_and_off_a_folder_starts_empty(
-    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def held(*, encrypted: bool) -> int:
+def test_switched_on_and_off_a_folder_starts_empty(tmp_path, settings, monkeypatch):
+    def held(*, encrypted):
         monkeypatch.setenv(ENCRYPTION_KEY, KEY.hex())
         if not encrypted:
             monkeypatch.delenv(ENCRYPTION_KEY)
@@ -440,7 +408,7 @@ def test_switched_on_and_off_a_folder_starts_empty(
     assert [held(encrypted=on) for on in (False, False, True, True, False)] == [0, 1, 0, 1, 0]
 
 
-def test_the_layouts_own_size_is_kept_to(tmp_path: Path) -> None:
+def test_the_layouts_own_size_is_kept_to(tmp_path):
     """A chunk is not a whole number of pages. The Store's slots are, and so are sealed ones."""
     layout = ChunkLayout(bytes(32), 1, 1, (5000,))
     config = Config().with_keys(
@@ -458,5 +426,5 @@ def test_the_layouts_own_size_is_kept_to(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain_environment(monkeypatch):
     monkeypatch.delenv(ENCRYPTION_KEY, raising=False)

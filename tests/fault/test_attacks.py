@@ -1,8 +1,6 @@
 """``make attack``'s table: what every attack costs the others is within its bound. Here without
 their time, because other tests run beside these."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -10,7 +8,7 @@ import pytest
 
 from tests.attack.__main__ import main
 from tests.attack.attacks import ATTACKS
-from tests.attack.stage import Attack, Bound
+from tests.attack.stage import Bound
 from tests.server_process import short_folder
 
 MARKS = {
@@ -26,14 +24,14 @@ MARKS = {
         for one in ATTACKS
     ],
 )
-def test_an_attack_costs_others_no_more_than_its_bound(attack: Attack) -> None:
+def test_an_attack_costs_others_no_more_than_its_bound(attack):
     with short_folder() as folder:
         felt = attack.felt(folder)
     assert felt.beyond(replace(attack.bound, p99_ms=math.inf)) == []
     assert felt.under.asked and felt.under.expected >= 5 and felt.before_mib > 0
 
 
-def test_a_bound_that_is_broken_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bound_that_is_broken_is_a_failure(capsys):
     header = next(one for one in ATTACKS if one.name == "header")
     assert main(["--only", "header"], [replace(header, bound=Bound(p99_ms=0.0))]) == 1
     *_, line, why = capsys.readouterr().out.splitlines()

@@ -31,21 +31,19 @@ class Watch:
     """The server's clock: every look at it takes a tenth of a turn. And the order in which
     questions are begun."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 0.0
         self.served: list[tuple[int, str]] = []
         for kind in (Session, ChunkStream):
             begin = kind.begin
 
-            def begun(
-                one: object, message: wire.Message, begin: Callable[..., object] = begin
-            ) -> object:
+            def begun(one, message, begin=begin):
                 self.served.append((id(one), type(message).__name__))
                 return begin(one, message)
 
             monkeypatch.setattr(kind, "begin", begun)
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now += 0.001 / _PIECES_A_TURN
         return self.now
 
@@ -53,10 +51,10 @@ class Watch:
 Scenario = Callable[[Server, Watch], Awaitable[None]]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> Store:
+def run(monkeypatch, scenario):
     watch, store = Watch(monkeypatch), Store(Pool(4096, SLOT))
 
-    async def beside() -> None:
+    async def beside():
         async with served(store) as server:
             server.clock = watch
             try:
@@ -75,36 +73,36 @@ class Peer:
 
     made: ClassVar[list[Peer]] = []
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
         self.made.append(self)
 
     @classmethod
-    async def attached(cls, server: Server, client: str = "") -> Peer:
+    async def attached(cls, server, client=""):
         peer = cls(*await asyncio.open_unix_connection(server.listeners[0].address.path))
         return await peer._greet(hello(bytes(32), SLOT, stream=False, client=client))
 
     @classmethod
-    async def cache_server(cls, server: Server) -> Peer:
+    async def cache_server(cls, server):
         peer = cls(*await asyncio.open_connection("127.0.0.1", server.listeners[1].address.port))
         return await peer._greet(hello(bytes(32), SLOT, stream=True))
 
-    async def _greet(self, greeting: wire.Hello) -> Peer:
+    async def _greet(self, greeting):
         await self.answer()
         self.say(greeting)
         await self.answer()
         return self
 
-    def say(self, *messages: wire.Message) -> None:
+    def say(self, *messages):
         self.writer.write(b"".join(map(wire.frame, messages)))
 
-    async def answer(self) -> bytes:
+    async def answer(self):
         return await self.reader.readexactly(
             int.from_bytes(await self.reader.readexactly(4), "little")
         )
 
 
-def between(watch: Watch, question: str) -> int:
+def between(watch, question):
     return next(at for at, (_, name) in enumerate(watch.served) if name == question)
 
 
@@ -120,8 +118,8 @@ FLOODS: dict[str, list[wire.Message]] = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(flood, monkeypatch) -> None:
-    async def scenario(server: Server, watch: Watch) -> None:
+def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(flood, monkeypatch):
+    async def scenario(server, watch):
         hostile, honest = await Peer.attached(server), await Peer.attached(server)
         hostile.say(*FLOODS[flood])
         honest.say(wire.Wait(7, 0), wire.Decline(b"", "slower"), wire.Poll(9, 1, 0))
@@ -133,8 +131,8 @@ def test_after_a_millisecond_of_a_flood_everybody_else_has_a_turn(flood, monkeyp
     run(monkeypatch, scenario)
 
 
-def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch) -> None:
-    async def scenario(server: Server, watch: Watch) -> None:
+def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch):
+    async def scenario(server, watch):
         large, small = await Peer.attached(server), await Peer.attached(server)
         large.say(wire.Check(1, False), wire.Save(2, LONG), wire.Check(3, False))
         begun = watch.now
@@ -154,8 +152,8 @@ def test_one_message_is_worked_on_in_turns_with_those_of_others(monkeypatch) -> 
     store.check(idle=True)
 
 
-def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, watch: Watch) -> None:
+def test_a_flood_over_tcp_has_its_turns_too(monkeypatch):
+    async def scenario(server, watch):
         cache_server, honest = await Peer.cache_server(server), await Peer.attached(server)
         cache_server.say(*[wire.Delete(number, LONG[:40]) for number in range(1000)])
         honest.say(wire.LookupCall(1, LONG[:40]))
@@ -176,12 +174,10 @@ def test_a_flood_over_tcp_has_its_turns_too(monkeypatch: pytest.MonkeyPatch) -> 
         wire.Find(1, LONG),
     ],
 )
-def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
-    question: wire.Message, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(question, monkeypatch):
     far = isinstance(question, wire.Find)
 
-    async def scenario(server: Server, watch: Watch) -> None:
+    async def scenario(server, watch):
         leaver = await (Peer.cache_server(server) if far else Peer.attached(server))
         (size_class,) = server.size_classes.open.values()
         if far:
@@ -199,8 +195,8 @@ def test_who_leaves_in_the_middle_of_a_long_question_leaves_nothing_behind(
     run(monkeypatch, scenario)
 
 
-def test_what_a_client_calls_itself_cannot_forge_a_line_of_the_log(monkeypatch, caplog) -> None:
-    async def scenario(server: Server, watch: Watch) -> None:
+def test_what_a_client_calls_itself_cannot_forge_a_line_of_the_log(monkeypatch, caplog):
+    async def scenario(server, watch):
         await Peer.attached(server, "x\n2026 WARNING kvtier.admin.http: cleared \x1b[31m")
 
     with caplog.at_level(logging.INFO, "kvtier.server"):

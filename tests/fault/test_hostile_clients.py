@@ -1,22 +1,18 @@
 """Clients that lie, flood, stall or leave in the middle: their own connection ends, and nothing
 else happens."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.client.client import Client
-from kvtier.client.connect import ServerAccess, hello
+from kvtier.client.connect import hello
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
@@ -31,7 +27,7 @@ from tests.attack.stage import own_mib
 from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.feeding import feed
 from tests.loop_server import served, until
-from tests.server_process import SLOT, ServerProcess, at_rest, attached, load, run, save, serving
+from tests.server_process import SLOT, at_rest, attached, load, run, save, serving
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -39,18 +35,18 @@ KEY = run(1, 1)[0]
 
 
 @pytest.fixture
-def port() -> int:
+def port():
     return free_port()
 
 
 @pytest.fixture
-def server(port: int) -> Iterator[ServerProcess]:
+def server(port):
     with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",)) as server:
         yield server
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
+def client(server):
     """One that behaves; at the end it has been served all the time and nothing is left of the
     others."""
     with attached(server.access()) as client:
@@ -61,7 +57,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
         assert client.counts["lost"] == 0
 
 
-def last_words(sock: socket.socket) -> str:
+def last_words(sock):
     inbox: Inbox[wire.Message] = Inbox(wire.Challenge | wire.Answer | wire.Go | wire.Refused)
     said: list[wire.Message] = []
     try:
@@ -86,7 +82,7 @@ NOT_A_GREETING = {
 
 
 @pytest.mark.parametrize("said", NOT_A_GREETING)
-def test_what_is_not_a_greeting(server: ServerProcess, client: Client, said: str) -> None:
+def test_what_is_not_a_greeting(server, client, said):
     data, reason = NOT_A_GREETING[said]
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(server.socket))
@@ -105,7 +101,7 @@ NOT_A_QUESTION = {
 
 
 @pytest.mark.parametrize("said", NOT_A_QUESTION)
-def test_what_is_not_a_question_ends_the_session_and_its_leases(server, client, said) -> None:
+def test_what_is_not_a_question_ends_the_session_and_its_leases(server, client, said):
     with enter_raw(server.access()) as sock:
         sock.sendall(
             wire.frame(wire.Save(1, wire.joined(run(3, 4))))
@@ -125,13 +121,13 @@ OUT_OF_TURN = {
 
 
 @pytest.mark.parametrize("why", OUT_OF_TURN)
-def test_a_stream_that_speaks_out_of_turn(client: Client, port: int, why: str) -> None:
+def test_a_stream_that_speaks_out_of_turn(client, port, why):
     with enter_raw(far(port)) as sock:
         sock.sendall(OUT_OF_TURN[why])
         assert why in last_words(sock)
 
 
-def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client: Client, port: int) -> None:
+def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client, port):
     with enter_raw(far(port)) as sock:
         sock.sendall(wire.frame(wire.Put(1, KEY)))
         assert sock.recv(100) == wire.frame(wire.Go(1, True, False))
@@ -141,7 +137,7 @@ def test_a_stream_that_leaves_in_the_middle_of_a_chunk(client: Client, port: int
     assert client.lookup([KEY]).progress == Progress(0, 0)
 
 
-def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server, client) -> None:
+def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server, client):
     with enter_raw(server.access()) as sock:
         sock.setblocking(False)
         flood = wire.frame(wire.StatsCall(1)) * 1000
@@ -158,9 +154,7 @@ def test_one_that_does_not_read_is_dropped_and_hinders_nobody(server, client) ->
     assert "does not read its answers" in server.said()
 
 
-def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_memory(
-    server: ServerProcess, client: Client
-) -> None:
+def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_memory(server, client):
     before, begun = own_mib(server.pid), time.monotonic()
     for _ in range(1000):
         with enter_raw(server.access()) as sock:
@@ -170,7 +164,7 @@ def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_mem
     assert own_mib(server.pid) - before < 20
 
 
-def test_connections_are_bounded_and_those_there_are_served() -> None:
+def test_connections_are_bounded_and_those_there_are_served():
     with serving(patient=True) as server, attached(server.access()) as client:
         save(client, run(7, 5))
         with ExitStack() as stack:
@@ -188,7 +182,7 @@ def test_connections_are_bounded_and_those_there_are_served() -> None:
         assert client.counts["lost"] == 0
 
 
-def _may_enter(server: ServerProcess) -> bool:
+def _may_enter(server):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(DEADLINE_S)
         sock.connect(str(server.socket))
@@ -201,7 +195,7 @@ TOKEN = b"a secret of more than 16 bytes"
 
 
 @pytest.fixture
-def guarded(port: int, tmp_path: Path) -> Iterator[ServerAccess]:
+def guarded(port, tmp_path):
     file = tmp_path / "token"
     file.write_bytes(TOKEN)
     file.chmod(0o600)
@@ -209,7 +203,7 @@ def guarded(port: int, tmp_path: Path) -> Iterator[ServerAccess]:
         yield replace(far(port), token=TOKEN)
 
 
-def test_those_who_were_let_in_take_no_place_of_the_others(guarded: ServerAccess) -> None:
+def test_those_who_were_let_in_take_no_place_of_the_others(guarded):
     inside = [enter_raw(guarded) for _ in range(2 * PLACES_OF_ONE)]
     for one in inside:
         one.sendall(wire.frame(wire.Find(1, b"")))
@@ -217,7 +211,7 @@ def test_those_who_were_let_in_take_no_place_of_the_others(guarded: ServerAccess
         one.close()
 
 
-def test_a_greeting_that_comes_byte_by_byte_has_seconds(guarded: ServerAccess) -> None:
+def test_a_greeting_that_comes_byte_by_byte_has_seconds(guarded):
     with socket.create_connection((guarded.address.host, guarded.address.port)) as sock:
         assert sock.recv(100)
         sock.settimeout(0.25)
@@ -236,21 +230,21 @@ LARGE = 16 << 20
 Scenario = Callable[[Server, Store], Awaitable[None]]
 
 
-def in_process(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> None:
+def in_process(monkeypatch, scenario):
     """Run a scenario beside a server on one loop, with deadlines short enough to be met."""
     for name in ("_CALL_S", "_GREETING_S", "_LOOK_S"):
         monkeypatch.setattr(connection, name, 0.3)
     monkeypatch.setattr(connection, "_SLOWEST_BYTES_S", 1 << 40)
     store = Store(Pool(2, LARGE))
 
-    async def both() -> None:
+    async def both():
         async with served(store) as server:
             await scenario(server, store)
 
     asyncio.run(both())
 
 
-async def far_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def far_stream(server):
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", server.listeners[1].address.port, limit=1 << 16
     )
@@ -260,11 +254,11 @@ async def far_stream(server: Server) -> tuple[asyncio.StreamReader, asyncio.Stre
     return reader, writer
 
 
-def test_a_chunk_of_which_a_byte_comes_now_and_then(monkeypatch, caplog) -> None:
+def test_a_chunk_of_which_a_byte_comes_now_and_then(monkeypatch, caplog):
     """It moves all the time, and would hold its slot for days. A byte that comes after the server
     has closed resets the connection, so its last word may not arrive: the log has it."""
 
-    async def scenario(server: Server, store: Store) -> None:
+    async def scenario(server, store):
         reader, writer = await far_stream(server)
         writer.write(wire.frame(wire.Put(1, KEY)))
         await reader.readexactly(len(wire.frame(wire.Go(1, True, False))))
@@ -278,8 +272,8 @@ def test_a_chunk_of_which_a_byte_comes_now_and_then(monkeypatch, caplog) -> None
     in_process(monkeypatch, scenario)
 
 
-def test_a_chunk_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(server: Server, store: Store) -> None:
+def test_a_chunk_that_nobody_reads(monkeypatch):
+    async def scenario(server, store):
         with store.save([KEY]) as lease:
             lease.commit()
         _, writer = await far_stream(server)

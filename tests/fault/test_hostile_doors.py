@@ -1,8 +1,6 @@
 """The doors that are open beside the engines' own: HTTP and event streams, against who has no right
 there, and engines that lie."""
 
-from __future__ import annotations
-
 import gzip
 import time
 from contextlib import ExitStack
@@ -17,11 +15,11 @@ from kvtier.admin import forms, http
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
-from kvtier.core.steps import Steps, whole
+from kvtier.core.steps import whole
 from kvtier.extensions.engine_index import follow
 from kvtier.protocol import admin_proof
 from kvtier.store.store import Store
-from tests.admin_server import TOKEN, AdminServer, administered
+from tests.admin_server import TOKEN, administered
 from tests.attack import admin_bodies, event_streams
 from tests.attack.event_streams import RogueEngine
 from tests.child_process import DEADLINE_S, most_lines, wait_for
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torc
 MIB = 1 << 20
 
 
-def memory(server: AdminServer) -> int:
+def memory(server):
     lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
 
@@ -41,7 +39,7 @@ def memory(server: AdminServer) -> int:
 # ---- bodies --------------------------------------------------------------------------------------
 
 
-def test_a_packed_or_broken_body_with_the_token_is_refused_in_words() -> None:
+def test_a_packed_or_broken_body_with_the_token_is_refused_in_words():
     with administered() as server:
         for body in (gzip.compress(b'{"keys": []}'), b"\x1f\x8bbroken"):
             refused = server.ask("POST", "/v1/lookup", body, Content_Encoding="gzip")
@@ -52,10 +50,10 @@ def test_a_packed_or_broken_body_with_the_token_is_refused_in_words() -> None:
         assert "a bug" not in server.said()
 
 
-def test_a_lookup_of_many_chunks_is_answered_in_turns() -> None:
+def test_a_lookup_of_many_chunks_is_answered_in_turns():
     turns = []
 
-    def counted(steps: Steps[Any]) -> Any:
+    def counted(steps):
         turns.append(0)
         while True:
             try:
@@ -78,7 +76,7 @@ def test_a_lookup_of_many_chunks_is_answered_in_turns() -> None:
     assert turns[0] >= 100 and turns[1] == 2, "at most 2,048 keys are made, 128 are looked for"
 
 
-def test_a_token_for_metrics_reads_metrics_and_nothing_else() -> None:
+def test_a_token_for_metrics_reads_metrics_and_nothing_else():
     reader, port = admin_proof.metrics_token(TOKEN.encode() + b"\n"), free_port()
     with administered(admin=f"http://0.0.0.0:{port}") as server:
         server.port = port
@@ -102,7 +100,7 @@ def test_a_token_for_metrics_reads_metrics_and_nothing_else() -> None:
 # ---- the server's event stream -------------------------------------------------------------------
 
 
-def test_a_stream_is_for_its_own_user_alone() -> None:
+def test_a_stream_is_for_its_own_user_alone():
     with short_folder() as folder:
         endpoints = [folder / "run" / name for name in ("events", "replay")]
         events, replay = (f"ipc://{path}" for path in endpoints)
@@ -112,14 +110,14 @@ def test_a_stream_is_for_its_own_user_alone() -> None:
                 assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def _visited(liar: RogueEngine) -> bool:
+def _visited(liar):
     return liar.visits > 0
 
 
 # ---- engines that are followed -------------------------------------------------------------------
 
 
-def stored(count: int = 1) -> bytes:
+def stored(count=1):
     event: dict[str, Any] = {
         "type": "BlockStored",
         "block_hashes": list(range(count)),
@@ -154,13 +152,13 @@ LIES = {
 }
 
 
-def test_a_number_that_cannot_be_counted_on_from_is_none() -> None:
+def test_a_number_that_cannot_be_counted_on_from_is_none():
     for frame in (event_streams.END, (2**63).to_bytes(8, "big"), b"", b"x", bytes(9)):
         assert follow._number(bytearray(frame)) is None
     assert follow._number(bytearray((2**63 - 1).to_bytes(8, "big"))) == 2**63 - 1
 
 
-def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
+def test_engines_that_lie_are_followed_again_when_they_are_well():
     begun = time.monotonic()
     with short_folder() as folder, ExitStack() as honest, ExitStack() as rogue:
         at = [f"ipc://{folder}/{number}" for number in range(len(LIES) + 1)]
@@ -171,7 +169,7 @@ def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
             )
         ]
 
-        def engine(number: int) -> Any:
+        def engine(number):
             own = kv_events.ZmqEventPublisher(0, at[number], f"{at[number]}r")
             honest.callback(own.shutdown)
             return own
@@ -198,12 +196,12 @@ def test_engines_that_lie_are_followed_again_when_they_are_well() -> None:
         assert 1 <= said.count("WARNING kvtier.admin.engines") <= 20 + most_lines(20, 60.0, begun)
 
 
-def is_heard(server: AdminServer, number: int, engine: Any) -> None:
+def is_heard(server, number, engine):
     name = f"engine-{number}"
     wait_for(lambda: server.metric("kvtier_engine_followed", engine=name) == 1, f"{name} again")
     understood = server.metric(EVENTS, engine=name, event="message")
 
-    def is_understood() -> bool:
+    def is_understood():
         engine.publish(kv_events.KVEventBatch(ts=0.0, events=[]))
         return server.metric(EVENTS, engine=name, event="message") > understood
 

@@ -1,14 +1,11 @@
 """Memory that processes share: what a hostile engine, server or user does with it kills and
 deceives nobody else."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +34,7 @@ TOKEN = b"a secret of more than 16 bytes"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 
 
-def door_at(path: Path, token: bytes | None = None) -> ServerAccess:
+def door_at(path, token=None):
     return ServerAccess(
         Address(str(path), "", 0), hello(LAYOUT.fingerprint, SLOT, stream=False), token
     )
@@ -55,7 +52,7 @@ for size in (0, 4096, pool.slots * pool.slot_bytes // 2):
 """
 
 
-def test_an_attached_engine_that_shrinks_the_pool_kills_nobody() -> None:
+def test_an_attached_engine_that_shrinks_the_pool_kills_nobody():
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20)
         with server, attached(server.access()) as honest:
@@ -76,7 +73,7 @@ def test_an_attached_engine_that_shrinks_the_pool_kills_nobody() -> None:
             assert honest.counts["lost"] == 0
 
 
-def test_memory_that_a_server_could_shrink_is_refused_at_the_start() -> None:
+def test_memory_that_a_server_could_shrink_is_refused_at_the_start():
     with (
         short_folder() as folder,
         rogue_process("unsealed", folder / "sock"),
@@ -85,7 +82,7 @@ def test_memory_that_a_server_could_shrink_is_refused_at_the_start() -> None:
         Client(door_at(folder / "sock"), DEADLINE_S)
 
 
-def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back(caplog) -> None:
+def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back(caplog):
     with serving() as server, attached(server.access()) as client:
         save(client, run(1, 3))
         server.kill()
@@ -102,7 +99,7 @@ def test_an_engine_that_meets_such_a_server_later_goes_on_without_and_comes_back
         assert load(client, run(1, 3)) == ["ram"] * 3
 
 
-def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed() -> None:
+def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed():
     with serving() as server, attached(server.access()) as other:
         closing = Client(server.access(), DEADLINE_S)
         lease = closing.save(run(1, 4))
@@ -128,7 +125,7 @@ def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed()
 
 
 @AS_ROOT
-def test_a_server_of_another_user_gets_no_kv() -> None:
+def test_a_server_of_another_user_gets_no_kv():
     with short_folder() as folder:
         folder.chmod(0o1777)
         with (
@@ -139,7 +136,7 @@ def test_a_server_of_another_user_gets_no_kv() -> None:
 
 
 @AS_ROOT
-def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog) -> None:
+def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog):
     with serving() as server, attached(server.access()) as client:
         server.kill()
         server.socket.unlink()
@@ -156,7 +153,7 @@ def test_another_user_who_takes_the_place_of_a_dead_server_gets_no_kv(caplog) ->
 
 
 @AS_ROOT
-def test_a_token_vouches_for_a_server_of_another_user() -> None:
+def test_a_token_vouches_for_a_server_of_another_user():
     with short_folder() as folder:
         folder.chmod(0o1777)
         access = door_at(folder / "sock", TOKEN)
@@ -170,7 +167,7 @@ def test_a_token_vouches_for_a_server_of_another_user() -> None:
             Client(access, DEADLINE_S)
 
 
-def test_a_server_of_our_own_user_must_have_our_token_too(tmp_path: Path) -> None:
+def test_a_server_of_our_own_user_must_have_our_token_too(tmp_path):
     file = tmp_path / "token"
     file.write_bytes(TOKEN)
     file.chmod(0o600)

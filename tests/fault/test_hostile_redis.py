@@ -2,14 +2,11 @@
 chunks and the time that was promised. No memory, no thread, no error that looks like a bug, and no
 line in a log that it makes up."""
 
-from __future__ import annotations
-
 import logging
-import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -40,10 +37,10 @@ MEMORY = 24 << 20
 """Less than any of these servers wants us to take. A page of SCAN may be 16 MiB."""
 
 
-def dribble(begin: bytes) -> Callable[[socket.socket], None]:
+def dribble(begin):
     """``begin``, then a byte at a time: each comes sooner than any time-out of a single byte."""
 
-    def answer(client: socket.socket) -> None:
+    def answer(client):
         client.sendall(begin)
         stop = threading.Event()
         while not stop.wait(SHORT_S / 10):
@@ -52,7 +49,7 @@ def dribble(begin: bytes) -> Callable[[socket.socket], None]:
     return answer
 
 
-def silence(client: socket.socket) -> None:
+def silence(client):
     while client.recv(1 << 16):
         pass
 
@@ -82,7 +79,7 @@ HOSTILE: dict[str, Answer] = {
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded():
     """Neither more memory nor more time than promised."""
     tracemalloc.start()
     begun = time.monotonic()
@@ -94,13 +91,13 @@ def bounded() -> Iterator[None]:
         tracemalloc.stop()
 
 
-def opened(port: int, kind: str = "") -> RedisTier:
+def opened(port, kind=""):
     service = "/service" if kind == "+sentinel" else ""
     servers = RedisServers(f"redis{kind}://:s3cret@127.0.0.1:{port}{service}", timeout_s=SHORT_S)
     return RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
 
 
-def started(port: int, kind: str = "") -> tuple[RedisTier | None, str]:
+def started(port, kind=""):
     """The tier, or the error by which the start was refused. What it needs of the server it has
     asked by now."""
     try:
@@ -123,7 +120,7 @@ VERBS: dict[str, tuple[bytes, Callable[[RedisTier], Any], Any]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_no_call_takes_more_than_was_promised_or_believes_it(verb: str, answer: str) -> None:
+def test_no_call_takes_more_than_was_promised_or_believes_it(verb, answer):
     command, call, nothing = VERBS[verb]
     if (answer, verb) == ("too many answers", "find"):
         # The first is what a Redis that has the chunk says. More is seen by the next call.
@@ -139,7 +136,7 @@ def test_no_call_takes_more_than_was_promised_or_believes_it(verb: str, answer: 
 
 @pytest.mark.parametrize("command", [b"AUTH", b"INFO", b"SET"])
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_a_start_is_degraded_or_refused_in_words(command: bytes, answer: str) -> None:
+def test_a_start_is_degraded_or_refused_in_words(command, answer):
     with scripted({command: HOSTILE[answer]}) as port, bounded():
         tier, said = started(port)
         assert "s3cret" not in said
@@ -150,7 +147,7 @@ def test_a_start_is_degraded_or_refused_in_words(command: bytes, answer: str) ->
 
 @pytest.mark.parametrize("kind", ["+cluster", "+sentinel"])
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_a_cluster_s_map_and_a_sentinel_s_word_are_bounded_too(kind: str, answer: str) -> None:
+def test_a_cluster_s_map_and_a_sentinel_s_word_are_bounded_too(kind, answer):
     with scripted({b"CLUSTER": HOSTILE[answer], b"SENTINEL": HOSTILE[answer]}) as port, bounded():
         tier, said = started(port, kind)
         assert tier is not None or "correct redis_url" in said
@@ -174,7 +171,7 @@ NAME = FORM.header_name(KEYS[0])
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_an_engine_starts_over_garbage(garbage: str) -> None:
+def test_an_engine_starts_over_garbage(garbage):
     """Through the configuration, as an engine does it: the Redis tier misses, everything else
     works."""
     held: dict[bytes, Answer] = {
@@ -191,9 +188,7 @@ def test_an_engine_starts_over_garbage(garbage: str) -> None:
             assert store.lookup(layout.keys(range(2))).ready == 2
 
 
-def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(caplog):
     forged = b"-OOM \x1b[31ms3cret\r\x0bWARNING kvtier.admin.http: cleared everything\r\n"
     with (
         scripted({b"SET": forged, b"EXISTS": b"-LOADING s3cret \x1b[0m\r\n"}) as port,
@@ -208,7 +203,7 @@ def test_a_server_can_neither_forge_a_line_of_the_log_nor_show_the_password(
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
+def test_doctor_and_plan_look_at_it_in_bounded_time(answer):
     with scripted({b"INFO": HOSTILE[answer]}) as port:
         url = f"redis://:s3cret@127.0.0.1:{port}"
         seen = probe(RedisSection(url=url))
@@ -218,7 +213,7 @@ def test_doctor_and_plan_look_at_it_in_bounded_time(answer: str) -> None:
             assert finding.state == "fail" and "s3cret" not in finding.seen
 
 
-def test_a_speed_that_cannot_be_measured_is_none() -> None:
+def test_a_speed_that_cannot_be_measured_is_none():
     with scripted({b"GET": b"*100000000\r\n"}) as port:
         found = probe(RedisSection(url=f"redis://127.0.0.1:{port}"))
         timed = measure(Facts(tiers={"redis": found}), seconds=0.5).tiers["redis"]

@@ -1,19 +1,17 @@
 """A tenant who knows another's prompts word by word, and all names but one secret: on every tier it
 gets nothing, takes nothing, keeps nobody out, and learns nothing from how long an answer takes."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +19,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.client.remote_tier import RemoteTier
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.store.store import Store
@@ -41,13 +39,13 @@ TOKENS = [7, *range(5)]
 TIERS = ["ram", "nvme", pytest.param("redis", marks=pytest.mark.redis)]
 
 
-def of_namespace(name: str) -> ChunkLayout:
+def of_namespace(name):
     return replace(
         LAYOUT, fingerprint=fingerprint({"of": LAYOUT.fingerprint.hex(), "namespace": name})
     )
 
 
-def extra(salt: str) -> bytes:
+def extra(salt):
     return json.dumps({"lora": None, "salt": salt}, sort_keys=True).encode() if salt else b""
 
 
@@ -59,10 +57,10 @@ class Tenant(NamedTuple):
     namespace: str = ""
     salt: str = ""
 
-    def keys(self, tokens: list[int]) -> list[ChunkKey]:
+    def keys(self, tokens):
         return self.layout.keys(tokens, extra(self.salt))
 
-    def access(self, address: Address) -> ServerAccess:
+    def access(self, address):
         stream = not address.path
         return ServerAccess(
             address, hello(self.layout.fingerprint, SLOT, stream=stream, namespace=self.namespace)
@@ -86,7 +84,7 @@ class Place(NamedTuple):
     tier: str
     folder: Path
 
-    def settle(self) -> None:
+    def settle(self):
         """Wait until all saves are below. Then leave them only there (nothing to do for RAM)."""
         if self.tier != "ram":
             with attached(VICTIM.access(self.server.address)) as client:
@@ -97,11 +95,11 @@ class Place(NamedTuple):
             self.server.start()
 
 
-def held(stats: dict[str, int], tier: str) -> int:
+def held(stats, tier):
     return stats.get(f"{tier}_held", 0)
 
 
-def placed(stack: ExitStack, tier: str) -> Place:
+def placed(stack, tier):
     folder, port, slots = stack.enter_context(short_folder()), free_port(), 64
     settings: dict[str, Any] = {}
     if tier == "nvme":
@@ -118,12 +116,12 @@ def placed(stack: ExitStack, tier: str) -> Place:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack():
     with ExitStack() as stack:
         yield stack
 
 
-def gets(place: Place, tenant: Tenant) -> list[str]:
+def gets(place, tenant):
     """What a tenant's engine on the server's host is served of the prompt, after it asked from
     another host too."""
     keys = tenant.keys(TOKENS)
@@ -141,7 +139,7 @@ def gets(place: Place, tenant: Tenant) -> list[str]:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack, tier) -> None:
+def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack, tier):
     place = placed(stack, tier)
     with attached(VICTIM.access(place.server.address)) as client:
         assert save(client, VICTIM.keys(TOKENS)) == len(TOKENS)
@@ -154,9 +152,7 @@ def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack, 
 
 @pytest.mark.redis
 @pytest.mark.parametrize(("end", "encrypted"), [("kill", False), ("stop", True)])
-def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
-    stack: ExitStack, end: str, encrypted: bool
-) -> None:
+def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(stack, end, encrypted):
     folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
     settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
     settings |= {"encryption_key": "7e" * 32} if encrypted else {}
@@ -192,7 +188,7 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(
 
 
 @pytest.mark.redis
-def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitStack) -> None:
+def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack):
     redis = stack.enter_context(RedisServer())
     settings = {
         "redis_url": redis.url,
@@ -228,7 +224,7 @@ def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack: ExitSta
         assert names_in(redis, theirs + others) == [False] * 12
 
 
-def names_in(redis: RedisServer, keys: list[ChunkKey]) -> list[bool]:
+def names_in(redis, keys):
     with redis.admin() as behind:
         names = b" ".join(behind.scan_iter()).decode()
     return [key.hex() in names for key in keys]
@@ -237,10 +233,10 @@ def names_in(redis: RedisServer, keys: list[ChunkKey]) -> list[bool]:
 # ---- what a lookup costs -------------------------------------------------------------------------
 
 
-def lines(call: Callable[[], object]) -> list[tuple[str, int]]:
+def lines(call):
     seen: list[tuple[str, int]] = []
 
-    def trace(frame: FrameType, event: str, _: object) -> Any:
+    def trace(frame, event, _):
         seen.append((f"{frame.f_code.co_filename}:{event}", frame.f_lineno))
         return trace
 
@@ -266,8 +262,8 @@ QUESTIONS: dict[str, Callable[[bytes], wire.Question]] = {
 @pytest.mark.parametrize("question", [*QUESTIONS, "lookup", "lookup by tier"])
 @pytest.mark.parametrize("who", HOSTILE)
 def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_nobody_had(
-    tmp_path: Path, question: str, who: str
-) -> None:
+    tmp_path, question, who
+):
     """No clock: the lines that run are the same, one by one. What is compared is a key of 40 bytes
     with a table of all tenants' keys. A key of another namespace or salt differs from its first
     bytes on, wherever it is stored."""
@@ -279,7 +275,7 @@ def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_
     lane.run()
     assert store.stats()["nvme_held"] == len(held)
 
-    def ask(keys: list[ChunkKey]) -> Callable[[], object]:
+    def ask(keys):
         if question == "lookup":
             return lambda: store.lookup(keys)
         if question == "lookup by tier":
@@ -297,7 +293,7 @@ def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_
 
 
 @pytest.mark.vllm
-def test_tenants_are_named_here_as_the_connector_names_them() -> None:
+def test_tenants_are_named_here_as_the_connector_names_them():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM warns while it is imported
         layout = importlib.import_module("kvtier.connectors.vllm.layout")

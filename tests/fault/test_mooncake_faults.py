@@ -1,22 +1,18 @@
 """A real Mooncake that goes away in every way: master and pool killed, stopped and started anew,
 and its client's process ended. Each is a miss or a refusal that is counted, in bounded time."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier.extensions.mooncake.tier import MooncakeTier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN
 from tests.child_process import wait_for
 from tests.clock import Clock
-from tests.mooncake_pool import Mooncake, mooncake
+from tests.mooncake_pool import mooncake
 from tests.tier_chunks import KEYS, chunk, holds
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
@@ -26,25 +22,25 @@ AT_MOST_S = 8.0
 
 
 @pytest.fixture
-def pool() -> Iterator[Mooncake]:
+def pool():
     with mooncake() as started:
         yield started
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def tier(pool: Mooncake, clock: Clock) -> Iterator[MooncakeTier]:
+def tier(pool, clock):
     tier = pool.tier(clock=clock)
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     yield tier
     tier.close()
 
 
-def clients() -> set[int]:
+def clients():
     """Processes of Mooncake's client that this process has started."""
     of_this_process = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = {int(pid) for file in of_this_process for pid in file.read_text().split()}
@@ -53,7 +49,7 @@ def clients() -> set[int]:
     }
 
 
-def left_alone(tier: MooncakeTier) -> None:
+def left_alone(tier):
     """Each call takes a bounded time, until no call is made any more."""
     for turn in range(FAULTS_TO_OPEN):
         begun = time.monotonic()
@@ -69,14 +65,12 @@ def left_alone(tier: MooncakeTier) -> None:
 
 
 @pytest.mark.alone
-def test_a_master_that_is_killed_is_misses_and_used_again_when_it_is_back(
-    pool: Mooncake, tier: MooncakeTier, clock: Clock
-) -> None:
+def test_a_master_that_is_killed_is_misses_and_used_again_when_it_is_back(pool, tier, clock):
     pool.master.kill()
     left_alone(tier)
     pool.master.start()
 
-    def written() -> bool:
+    def written():
         clock.now += 60
         return tier.write(KEYS[2], chunk(KEYS[2]))
 
@@ -85,9 +79,7 @@ def test_a_master_that_is_killed_is_misses_and_used_again_when_it_is_back(
 
 
 @pytest.mark.alone
-def test_a_master_that_is_stopped_holds_no_call_for_long(
-    pool: Mooncake, tier: MooncakeTier, clock: Clock
-) -> None:
+def test_a_master_that_is_stopped_holds_no_call_for_long(pool, tier, clock):
     os.kill(pool.master.pid, signal.SIGSTOP)
     left_alone(tier)
     assert not clients(), "a client whose call took too long was ended"
@@ -97,9 +89,7 @@ def test_a_master_that_is_stopped_holds_no_call_for_long(
     assert tier.open_breakers == 0
 
 
-def test_hosts_that_lend_and_are_killed_cost_their_chunks(
-    pool: Mooncake, tier: MooncakeTier
-) -> None:
+def test_hosts_that_lend_and_are_killed_cost_their_chunks(pool, tier):
     pool.pool.kill()
     left_alone_or_gone = holds(tier, KEYS[0])
     assert left_alone_or_gone in (None, False)
@@ -107,9 +97,7 @@ def test_hosts_that_lend_and_are_killed_cost_their_chunks(
 
 
 @pytest.mark.alone
-def test_a_host_that_lends_and_is_stopped_holds_no_call_for_long(
-    pool: Mooncake, tier: MooncakeTier, clock: Clock
-) -> None:
+def test_a_host_that_lends_and_is_stopped_holds_no_call_for_long(pool, tier, clock):
     os.kill(pool.pool.pid, signal.SIGSTOP)
     begun = time.monotonic()
     assert holds(tier, KEYS[0]) is None
@@ -119,7 +107,7 @@ def test_a_host_that_lends_and_is_stopped_holds_no_call_for_long(
     wait_for(lambda: bool(holds(tier, KEYS[0])), "it is read again")
 
 
-def test_a_client_that_crashes_costs_one_call_and_no_engine(tier: MooncakeTier) -> None:
+def test_a_client_that_crashes_costs_one_call_and_no_engine(tier):
     (client,) = clients()
     os.kill(client, signal.SIGSEGV)
     wait_for(lambda: not alive(client), "it has ended")
@@ -129,7 +117,7 @@ def test_a_client_that_crashes_costs_one_call_and_no_engine(tier: MooncakeTier) 
     assert clients() and clients() != {client}
 
 
-def test_a_closed_tier_leaves_no_process_and_takes_no_call(pool: Mooncake) -> None:
+def test_a_closed_tier_leaves_no_process_and_takes_no_call(pool):
     tier = pool.tier()
     (client,) = clients()
     tier.close()
@@ -140,7 +128,7 @@ def test_a_closed_tier_leaves_no_process_and_takes_no_call(pool: Mooncake) -> No
     assert not clients()
 
 
-def test_a_client_ends_with_a_process_that_is_killed(pool: Mooncake) -> None:
+def test_a_client_ends_with_a_process_that_is_killed(pool):
     engine = os.fork()
     if engine == 0:
         pool.tier()
@@ -154,7 +142,7 @@ def test_a_client_ends_with_a_process_that_is_killed(pool: Mooncake) -> None:
     wait_for(lambda: not alive(int(children[0])), "the client ends")
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,13 +1,11 @@
 """Full, failing, limited and unsuitable disks under NvmeTier: real file systems, mounted where the
 machine allows."""
 
-from __future__ import annotations
-
 import logging
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,12 +23,12 @@ Mount = Callable[..., Path]
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
+def mount(tmp_path):
     """``mount(*arguments)``: a file system mounted on a new folder, unmounted afterwards. Skips
     where not allowed."""
     mounted: list[Path] = []
 
-    def mount_one(*arguments: str) -> Path:
+    def mount_one(*arguments):
         target = tmp_path / f"mount{len(mounted)}"
         target.mkdir()
         done = subprocess.run(
@@ -48,7 +46,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
-def fill_up(folder: Path) -> Path:
+def fill_up(folder):
     """Take the file system's last byte."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -60,7 +58,7 @@ def fill_up(folder: Path) -> Path:
     raise AssertionError("a disk without end")
 
 
-def test_a_disk_without_room_is_refused_and_left_as_it_was(mount: Mount) -> None:
+def test_a_disk_without_room_is_refused_and_left_as_it_was(mount):
     disk = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
     with pytest.raises(TierError, match="must stay free"):
         NvmeTier(disk / "tier", 1 << 20, SLOT)
@@ -68,9 +66,7 @@ def test_a_disk_without_room_is_refused_and_left_as_it_was(mount: Mount) -> None
     NvmeTier(disk / "tier", 900_000, SLOT).close()
 
 
-def test_a_full_disk_refuses_writes_and_recovers(
-    mount: Mount, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_refuses_writes_and_recovers(mount, caplog):
     """Preallocation makes this impossible, until somebody truncates the file."""
     disk = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
     tier = NvmeTier(disk / "tier", ROOM, SLOT)
@@ -87,7 +83,7 @@ def test_a_full_disk_refuses_writes_and_recovers(
     tier.close()
 
 
-def test_a_device_that_fails_and_tears_writes_costs_only_those(mount: Mount) -> None:
+def test_a_device_that_fails_and_tears_writes_costs_only_those(mount):
     """A loop device over a sparse image on a tmpfs without room for more of the image: it fails
     most writes, and acknowledges some of which only a part has arrived."""
     outer = mount("-t", "tmpfs", "-o", "size=8m", "tmpfs")
@@ -108,7 +104,7 @@ def test_a_device_that_fails_and_tears_writes_costs_only_those(mount: Mount) -> 
     tier.close()
 
 
-def test_a_file_size_limit_refuses_writes(tmp_path: Path) -> None:
+def test_a_file_size_limit_refuses_writes(tmp_path):
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * SLOT + PAGE_BYTES, before[1]))
@@ -124,9 +120,7 @@ def test_a_file_size_limit_refuses_writes(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_without_o_direct_it_works_and_warns_once(
-    mount: Mount, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_o_direct_it_works_and_warns_once(mount, caplog):
     tier = NvmeTier(mount("-t", "ramfs", "ramfs") / "tier", ROOM, SLOT)
     assert not tier.direct
     warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]

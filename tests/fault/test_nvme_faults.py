@@ -1,13 +1,10 @@
 """What damage on the disk, a crash or a stranger does to NvmeTier: it may forget, it never lies."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from xxhash import xxh3_64_intdigest
@@ -34,7 +31,7 @@ KILLS = 24
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path):
     """A tier's folder after a clean close: chunk i in slot i, all slots taken."""
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     fill(tier, KEYS)
@@ -42,11 +39,11 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "tier"
 
 
-def recovered(tier: NvmeTier) -> set[int]:
+def recovered(tier):
     return {KEYS.index(key) for key in tier.recovered()}
 
 
-def swap(file: Path, first: int, second: int, size: int) -> None:
+def swap(file, first, second, size):
     with file.open("r+b") as opened:
         parts = []
         for at in (first, second):
@@ -57,7 +54,7 @@ def swap(file: Path, first: int, second: int, size: int) -> None:
             opened.write(part)
 
 
-def record_at(slot: int) -> int:
+def record_at(slot):
     return PAGE_BYTES + slot * RECORD_BYTES
 
 
@@ -65,9 +62,7 @@ def record_at(slot: int) -> int:
 
 
 @pytest.mark.parametrize("at", [0, 4095, 4096, SLOT - 1])
-def test_a_flipped_bit_of_a_payload_costs_that_chunk(
-    place: Path, at: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flipped_bit_of_a_payload_costs_that_chunk(place, at, caplog):
     flip(place / "slots.kvtier", 3 * SLOT + at)
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == set(range(SLOTS))
@@ -80,7 +75,7 @@ def test_a_flipped_bit_of_a_payload_costs_that_chunk(
     tier.close()
 
 
-def test_a_dropped_chunk_stays_dropped_after_a_crash(place: Path) -> None:
+def test_a_dropped_chunk_stays_dropped_after_a_crash(place):
     flip(place / "slots.kvtier", 3 * SLOT)
     tier = NvmeTier(place, ROOM, SLOT)
     assert held(tier, KEYS) == set(range(SLOTS)) - {3}
@@ -91,7 +86,7 @@ def test_a_dropped_chunk_stays_dropped_after_a_crash(place: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 39, 40, 55, 56, 63, 64, 119, 120, 127])
-def test_a_flipped_bit_of_a_record_costs_that_chunk(place: Path, at: int) -> None:
+def test_a_flipped_bit_of_a_record_costs_that_chunk(place, at):
     flip(place / "index.kvtier", record_at(3) + at)
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == held(tier, KEYS) == set(range(SLOTS)) - {3}
@@ -101,9 +96,7 @@ def test_a_flipped_bit_of_a_record_costs_that_chunk(place: Path, at: int) -> Non
 
 
 @pytest.mark.parametrize("at", [0, 8, 12, 16, 24, 32, 40])
-def test_a_flipped_bit_of_the_superblock_costs_all_with_one_warning(
-    place: Path, at: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flipped_bit_of_the_superblock_costs_all_with_one_warning(place, at, caplog):
     flip(place / "index.kvtier", at)
     tier = NvmeTier(place, ROOM, SLOT)
     assert caplog.text.count("all chunks kept here are dropped") == 1
@@ -113,7 +106,7 @@ def test_a_flipped_bit_of_the_superblock_costs_all_with_one_warning(
     tier.close()
 
 
-def test_records_from_before_there_were_owners_are_nobodys(place: Path) -> None:
+def test_records_from_before_there_were_owners_are_nobodys(place):
     """And a reader from then takes today's records: it never looked at those bytes."""
     check, seed = struct.Struct("<Q"), SLOT << 32
     with (place / "index.kvtier").open("r+b") as table:
@@ -129,7 +122,7 @@ def test_records_from_before_there_were_owners_are_nobodys(place: Path) -> None:
     tier.close()
 
 
-def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path: Path) -> None:
+def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path):
     whose = [owner_of(LAYOUT.fingerprint, f"tenant{slot % 2}") for slot in range(SLOTS)]
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     for key, owner in zip(KEYS, whose, strict=True):
@@ -146,9 +139,7 @@ def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path
     tier.close()
 
 
-def test_a_foreign_version_is_emptied_with_one_warning(
-    place: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_foreign_version_is_emptied_with_one_warning(place, caplog):
     with (place / "index.kvtier").open("r+b") as table:
         table.write(Superblock(SLOT, SLOTS, 1, clean=True, version=2).pack())
     tier = NvmeTier(place, ROOM, SLOT)
@@ -170,9 +161,7 @@ def test_a_foreign_version_is_emptied_with_one_warning(
         ("slots.kvtier", 7 * SLOT + SLOT - 1, {0, 1, 2, 3, 4, 5, 6}),
     ],
 )
-def test_a_truncated_file_costs_what_was_cut(
-    place: Path, name: str, size: int, left: set[int]
-) -> None:
+def test_a_truncated_file_costs_what_was_cut(place, name, size, left):
     os.truncate(place / name, size)
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == held(tier, KEYS) == left
@@ -182,7 +171,7 @@ def test_a_truncated_file_costs_what_was_cut(
 
 
 @pytest.mark.parametrize("name", ["index.kvtier", "slots.kvtier"])
-def test_a_lost_file_costs_all(place: Path, name: str) -> None:
+def test_a_lost_file_costs_all(place, name):
     (place / name).unlink()
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == held(tier, KEYS) == set()
@@ -190,7 +179,7 @@ def test_a_lost_file_costs_all(place: Path, name: str) -> None:
     tier.close()
 
 
-def test_a_file_truncated_under_us_is_a_miss_not_an_error(place: Path) -> None:
+def test_a_file_truncated_under_us_is_a_miss_not_an_error(place):
     tier = NvmeTier(place, ROOM, SLOT)
     os.truncate(place / "slots.kvtier", 6 * SLOT)
     assert held(tier, KEYS) == set(range(6))
@@ -198,21 +187,21 @@ def test_a_file_truncated_under_us_is_a_miss_not_an_error(place: Path) -> None:
     tier.close()
 
 
-def test_swapped_payloads_are_misses(place: Path) -> None:
+def test_swapped_payloads_are_misses(place):
     swap(place / "slots.kvtier", 2 * SLOT, 6 * SLOT, SLOT)
     tier = NvmeTier(place, ROOM, SLOT)
     assert held(tier, KEYS) == set(range(SLOTS)) - {2, 6}
     tier.close()
 
 
-def test_swapped_records_are_not_believed(place: Path) -> None:
+def test_swapped_records_are_not_believed(place):
     swap(place / "index.kvtier", record_at(2), record_at(6), RECORD_BYTES)
     tier = NvmeTier(place, ROOM, SLOT)
     assert recovered(tier) == held(tier, KEYS) == set(range(SLOTS)) - {2, 6}
     tier.close()
 
 
-def test_a_stale_record_over_a_new_payload_is_a_miss(place: Path) -> None:
+def test_a_stale_record_over_a_new_payload_is_a_miss(place):
     """A power cut that lost the writes of the table but not those of the slots."""
     old_table = (place / "index.kvtier").read_bytes()
     tier = NvmeTier(place, ROOM, SLOT)
@@ -228,7 +217,7 @@ def test_a_stale_record_over_a_new_payload_is_a_miss(place: Path) -> None:
     tier.close()
 
 
-def test_a_record_without_its_payload_is_a_miss(place: Path) -> None:
+def test_a_record_without_its_payload_is_a_miss(place):
     """A power cut that lost a payload but not its record."""
     old_payloads = (place / "slots.kvtier").read_bytes()
     tier = NvmeTier(place, ROOM, SLOT)
@@ -244,7 +233,7 @@ def test_a_record_without_its_payload_is_a_miss(place: Path) -> None:
     tier.close()
 
 
-def test_a_payload_is_not_believed_under_another_key(place: Path) -> None:
+def test_a_payload_is_not_believed_under_another_key(place):
     stranger = ChunkKey(KEYS[3][::-1])
     with (place / "index.kvtier").open("r+b") as table:
         table.seek(record_at(3))
@@ -258,9 +247,7 @@ def test_a_payload_is_not_believed_under_another_key(place: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1 << 62, (1 << 64) - 1])
-def test_a_record_with_a_number_that_no_life_reaches_is_damaged(
-    number: int, tmp_path: Path
-) -> None:
+def test_a_record_with_a_number_that_no_life_reaches_is_damaged(number, tmp_path):
     """Its checksum is right. Numbers go on from the largest, which must leave room for more."""
     key, other = LAYOUT.keys(range(2))
     tier = NvmeTier(tmp_path, room(4), SLOT)
@@ -283,7 +270,7 @@ def test_a_record_with_a_number_that_no_life_reaches_is_damaged(
         again.close()
 
 
-def test_of_two_records_for_a_key_the_newer_counts(place: Path) -> None:
+def test_of_two_records_for_a_key_the_newer_counts(place):
     """A power cut that lost the delete, after the key was written again elsewhere."""
     data = content(KEYS[1], SLOT)
     with (
@@ -307,7 +294,7 @@ def test_of_two_records_for_a_key_the_newer_counts(place: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_damage_is_never_a_lie(place: Path, seed: int) -> None:
+def test_random_damage_is_never_a_lie(place, seed):
     rng = random.Random(seed)
     for name, start in (("index.kvtier", PAGE_BYTES), ("slots.kvtier", 0)):
         size = (place / name).stat().st_size
@@ -353,7 +340,7 @@ for turn in range(5000):
 """
 
 
-def run_and_kill(path: Path, size: int, seed: int) -> bytes:
+def run_and_kill(path, size, seed):
     """Let a writer work in ``path``, kill -9 it at a random point, return all it had told by
     then."""
     command = [sys.executable, "-c", WRITER, str(path), str(size), str(SLOT), str(seed)]
@@ -368,7 +355,7 @@ def run_and_kill(path: Path, size: int, seed: int) -> bytes:
     return told
 
 
-def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path):
     size = room(24)
     keys = LAYOUT.keys(range(40))
     acknowledged: set[int] = set()
@@ -389,15 +376,13 @@ def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path: P
         del tier
 
 
-def test_a_slot_is_free_only_when_its_record_is_off_the_disk(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place, monkeypatch):
     """Another thread writes a chunk while a record is erased. In the wrong order its own record is
     erased: after a crash a chunk that was acknowledged is gone."""
     tier = NvmeTier(place, ROOM, SLOT)
     new, acknowledged = LAYOUT.keys([9]), []
 
-    def meanwhile(slot: int, record: bytes) -> None:
+    def meanwhile(slot, record):
         if record == EMPTY_RECORD:
             acknowledged.append(tier.write(new[0], content(new[0], SLOT)))
         SlotFiles.write_record(tier._files, slot, record)
@@ -424,7 +409,7 @@ input()
 """
 
 
-def test_another_processs_tier_is_refused_by_its_pid_until_it_dies(tmp_path: Path) -> None:
+def test_another_processs_tier_is_refused_by_its_pid_until_it_dies(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "tier"), str(ROOM), str(SLOT)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None

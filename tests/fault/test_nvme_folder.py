@@ -1,8 +1,6 @@
 """Whose an NVMe tier's folder and files are: a stranger's are refused and left alone. A lost folder
 is told."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,14 +47,14 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become som
 
 
 @pytest.fixture
-def open_place() -> Iterator[Path]:
+def open_place():
     """A folder that every user may write, as /tmp is."""
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         Path(folder).chmod(0o1777)
         yield Path(folder)
 
 
-def nobody(code: str, *words: object, imports: str = "") -> str:
+def nobody(code, *words, imports=""):
     """Run Python as a user who has nothing to do with us. Returns what it prints. He
     may not be able to import anything."""
     become = f"import os, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
@@ -65,12 +62,12 @@ def nobody(code: str, *words: object, imports: str = "") -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def checked(folder: Path) -> subprocess.CompletedProcess[str]:
+def checked(folder):
     command = [sys.executable, "-m", "kvtier", "check", "--nvme", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_a_folder_in_use_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_waited_for_and_not_for_ever(tmp_path):
     wait_until_free([tmp_path / "none", tmp_path], 0.0)
     tier = NvmeTier(tmp_path, ROOM, SLOT)
     with pytest.raises(TierError, match=f"still in use by process {os.getpid()} after 0 s; end it"):
@@ -79,12 +76,10 @@ def test_a_folder_in_use_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     wait_until_free([tmp_path], 0.0)
 
 
-def test_who_holds_a_removed_file_is_found_while_other_processes_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_a_removed_file_is_found_while_other_processes_end(tmp_path, monkeypatch):
     look = os.scandir
 
-    def ended(place: str) -> object:
+    def ended(place):
         if str(place).endswith("/fd") and f"/{os.getpid()}/" not in str(place):
             raise FileNotFoundError(place)
         return look(place)
@@ -96,7 +91,7 @@ def test_who_holds_a_removed_file_is_found_while_other_processes_end(
         assert holders_of_removed(file) == [os.getpid()]
 
 
-def refused(folder: Path, words: str) -> None:
+def refused(folder, words):
     """By the tier, by a store that is made from the configuration, by the check and by an erase."""
     with pytest.raises(TierError, match=words):
         NvmeTier(folder, ROOM, SLOT)
@@ -116,7 +111,7 @@ def refused(folder: Path, words: str) -> None:
             discard(folder)
 
 
-def closed_tier(folder: Path) -> None:
+def closed_tier(folder):
     tier = NvmeTier(folder, ROOM, SLOT)
     fill(tier, KEYS)
     tier.close()
@@ -126,9 +121,7 @@ def closed_tier(folder: Path) -> None:
 
 
 @as_root
-def test_a_folder_that_another_user_has_made_is_refused_with_all_that_is_in_it(
-    open_place: Path,
-) -> None:
+def test_a_folder_that_another_user_has_made_is_refused_with_all_that_is_in_it(open_place):
     nobody(
         f"path = sys.argv[1]; os.mkdir(path, 0o700); open(path + '/{INDEX_NAME}', 'w')",
         open_place / "tier",
@@ -139,7 +132,7 @@ def test_a_folder_that_another_user_has_made_is_refused_with_all_that_is_in_it(
 
 
 @as_root
-def test_the_folder_of_root_is_refused_by_an_ordinary_user(open_place: Path) -> None:
+def test_the_folder_of_root_is_refused_by_an_ordinary_user(open_place):
     (open_place / "tier").mkdir(mode=0o755)
     words = nobody(
         "try: TierFolder(Path(sys.argv[1]))\nexcept TierError as error: print(error)",
@@ -150,7 +143,7 @@ def test_the_folder_of_root_is_refused_by_an_ordinary_user(open_place: Path) -> 
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702, 0o777, 0o1777])
-def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_folder_that_others_may_write_is_refused(tmp_path, mode):
     (tmp_path / "tier").mkdir()
     closed_tier(tmp_path / "tier")
     (tmp_path / "tier").chmod(mode)
@@ -161,7 +154,7 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, mode: int) ->
     assert "chmod 700" in checked(tmp_path / "tier").stderr
 
 
-def test_a_folder_that_others_may_enter_and_list_is_taken(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_enter_and_list_is_taken(tmp_path):
     (tmp_path / "tier").mkdir(mode=0o755)
     closed_tier(tmp_path / "tier")
     assert check(tmp_path / "tier").good == len(KEYS)
@@ -169,7 +162,7 @@ def test_a_folder_that_others_may_enter_and_list_is_taken(tmp_path: Path) -> Non
 
 @as_root
 @FILES
-def test_a_strangers_file_is_neither_believed_nor_changed(tmp_path: Path, name: str) -> None:
+def test_a_strangers_file_is_neither_believed_nor_changed(tmp_path, name):
     """He made it while he could, has it open still, and could read and forge chunks in it."""
     closed_tier(tmp_path / "tier")
     os.chown(tmp_path / "tier" / name, NOBODY, NOBODY)
@@ -183,9 +176,7 @@ def test_a_strangers_file_is_neither_believed_nor_changed(tmp_path: Path, name: 
 
 @FILES
 @pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601])
-def test_a_file_that_others_may_have_opened_is_refused_and_keeps_its_mode(
-    tmp_path: Path, name: str, mode: int
-) -> None:
+def test_a_file_that_others_may_have_opened_is_refused_and_keeps_its_mode(tmp_path, name, mode):
     closed_tier(tmp_path / "tier")
     (tmp_path / "tier" / name).chmod(mode)
     refused(tmp_path / "tier", f"{name} has mode {mode:04o}, expected 0600")
@@ -193,9 +184,7 @@ def test_a_file_that_others_may_have_opened_is_refused_and_keeps_its_mode(
 
 
 @FILES
-def test_through_a_symbolic_link_nothing_is_opened_and_no_mode_changed(
-    tmp_path: Path, name: str
-) -> None:
+def test_through_a_symbolic_link_nothing_is_opened_and_no_mode_changed(tmp_path, name):
     closed_tier(tmp_path / "tier")
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "victim").chmod(0o644)
@@ -207,7 +196,7 @@ def test_through_a_symbolic_link_nothing_is_opened_and_no_mode_changed(
 
 
 @FILES
-def test_a_file_that_has_another_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_has_another_name_is_refused(tmp_path, name):
     """It may be another file of ours that somebody has linked into the folder."""
     closed_tier(tmp_path / "tier")
     (tmp_path / "victim").write_text("mine")
@@ -219,14 +208,14 @@ def test_a_file_that_has_another_name_is_refused(tmp_path: Path, name: str) -> N
 
 
 @FILES
-def test_a_pipe_in_a_files_place_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_a_files_place_is_refused_and_not_waited_for(tmp_path, name):
     closed_tier(tmp_path / "tier")
     (tmp_path / "tier" / name).unlink()
     os.mkfifo(tmp_path / "tier" / name, 0o600)
     refused(tmp_path / "tier", f"{name} has another kind than a regular file")
 
 
-def test_files_that_a_narrow_umask_made_can_be_opened_again(tmp_path: Path) -> None:
+def test_files_that_a_narrow_umask_made_can_be_opened_again(tmp_path):
     (tmp_path / "tier").mkdir()
     before = os.umask(0o277)
     try:
@@ -240,7 +229,7 @@ def test_files_that_a_narrow_umask_made_can_be_opened_again(tmp_path: Path) -> N
 # ---- the way there -------------------------------------------------------------------------------
 
 
-def test_a_folder_that_kvtier_makes_itself_may_lie_where_everybody_writes(open_place: Path) -> None:
+def test_a_folder_that_kvtier_makes_itself_may_lie_where_everybody_writes(open_place):
     closed_tier(open_place / "deep" / "tier")
     assert [
         stat.S_IMODE(each.stat().st_mode)
@@ -253,7 +242,7 @@ def test_a_folder_that_kvtier_makes_itself_may_lie_where_everybody_writes(open_p
 
 
 @as_root
-def test_a_strangers_link_on_the_way_leads_nowhere(open_place: Path, tmp_path: Path) -> None:
+def test_a_strangers_link_on_the_way_leads_nowhere(open_place, tmp_path):
     (tmp_path / "victim").mkdir()
     nobody("os.symlink(sys.argv[2], sys.argv[1])", open_place / "link", tmp_path / "victim")
     for place in (open_place / "link", open_place / "link" / "tier"):
@@ -267,7 +256,7 @@ def test_a_strangers_link_on_the_way_leads_nowhere(open_place: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("target", ["there", "../{name}/there", "{place}/there"])
-def test_a_link_of_our_own_is_followed(tmp_path: Path, target: str) -> None:
+def test_a_link_of_our_own_is_followed(tmp_path, target):
     (tmp_path / "there").mkdir()
     (tmp_path / "first").symlink_to(target.format(name=tmp_path.name, place=tmp_path))
     (tmp_path / "link").symlink_to("first")
@@ -275,7 +264,7 @@ def test_a_link_of_our_own_is_followed(tmp_path: Path, target: str) -> None:
     assert check(tmp_path / "there" / "tier").good == len(KEYS)
 
 
-def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
+def test_links_that_lead_in_a_circle_end(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="Too many levels of symbolic links") as told:
@@ -283,7 +272,7 @@ def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
     assert told.value.errno == errno.ELOOP
 
 
-def test_a_way_that_ends_leaves_no_descriptor_open(tmp_path: Path) -> None:
+def test_a_way_that_ends_leaves_no_descriptor_open(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
     before = descriptors()
@@ -294,7 +283,7 @@ def test_a_way_that_ends_leaves_no_descriptor_open(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-def test_a_refusal_leaves_nothing_of_its_own_behind(tmp_path: Path) -> None:
+def test_a_refusal_leaves_nothing_of_its_own_behind(tmp_path):
     with pytest.raises(TierError, match="GiB free"):
         NvmeTier(tmp_path / "deep" / "tier", 1 << 60, SLOT)
     assert list(tmp_path.iterdir()) == []
@@ -303,30 +292,28 @@ def test_a_refusal_leaves_nothing_of_its_own_behind(tmp_path: Path) -> None:
 # ---- a folder that is lost while it is in use ----------------------------------------------------
 
 
-def remove(folder: Path) -> None:
+def remove(folder):
     shutil.rmtree(folder)
 
 
-def replace(folder: Path) -> None:
+def replace(folder):
     """Another folder, with files of the same names."""
     folder.rename(folder.with_name("before"))
     closed_tier(folder)
 
 
-def empty(folder: Path) -> None:
+def empty(folder):
     for file in folder.iterdir():
         file.unlink()
 
 
-def take_payloads(folder: Path) -> None:
+def take_payloads(folder):
     (folder / SLOTS_NAME).unlink()
 
 
 @pytest.mark.parametrize("lose", [remove, replace, empty, take_payloads])
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_lost_folder_is_told_once_and_written_no_more(
-    tmp_path: Path, lose: object, sealed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_folder_is_told_once_and_written_no_more(tmp_path, lose, sealed, caplog):
     assert callable(lose)
     size = sealed_bytes(SLOT) if sealed else SLOT
     below = NvmeTier(tmp_path / "tier", room(8, size), size)
@@ -347,7 +334,7 @@ def test_a_lost_folder_is_told_once_and_written_no_more(
     tier.close()
 
 
-def test_a_read_notices_it_too(tmp_path: Path) -> None:
+def test_a_read_notices_it_too(tmp_path):
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     fill(tier, KEYS[:1])
     remove(tmp_path / "tier")
@@ -357,7 +344,7 @@ def test_a_read_notices_it_too(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_when_the_folder_is_back_it_is_written_again(tmp_path: Path) -> None:
+def test_when_the_folder_is_back_it_is_written_again(tmp_path):
     tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     (tmp_path / "tier").rename(tmp_path / "away")
     assert not tier.write(KEYS[0], memoryview(bytes(SLOT)))
@@ -367,10 +354,8 @@ def test_when_the_folder_is_back_it_is_written_again(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_disk_that_cannot_be_asked_is_no_lost_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
+def test_a_disk_that_cannot_be_asked_is_no_lost_folder(tmp_path, monkeypatch):
+    def fails(*_, **__):
         raise OSError(errno.EIO, "simulated")
 
     with (tmp_path / "file").open("w") as file:
@@ -378,9 +363,7 @@ def test_a_disk_that_cannot_be_asked_is_no_lost_folder(
         assert leads_to(tmp_path / "file", file.fileno())
 
 
-def test_who_opens_the_same_path_next_is_told_of_the_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_opens_the_same_path_next_is_told_of_the_first(tmp_path, caplog):
     first = NvmeTier(tmp_path / "tier", ROOM, SLOT)
     fill(first, KEYS[:1])
     remove(tmp_path / "tier")
@@ -393,14 +376,14 @@ def test_who_opens_the_same_path_next_is_told_of_the_first(
     assert check(tmp_path / "tier").good == 1
 
 
-def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on() -> None:
+def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on():
     with short_folder() as folder:
         port = free_port()
         server = ServerProcess(
             folder, nvme_path=folder / "nvme", nvme_bytes=1 << 20, admin=f"http://127.0.0.1:{port}"
         )
 
-        def trouble() -> list[str]:
+        def trouble():
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
                 told: list[str] = json.load(answer)["trouble"]
                 return told

@@ -1,11 +1,8 @@
 """A real S3 server that fails in the middle: uploads that break off, answers that are lost, cut,
 late or lies. Each is a miss or a refusal that is counted, and never a hit."""
 
-from __future__ import annotations
-
 import time
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,34 +25,34 @@ AWAY = Answer(500, b"<Error><Code>InternalError</Code></Error>")
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[S3Server]:
+def started():
     with S3Server() as server:
         yield server
 
 
 @pytest.fixture
-def proxy(started: S3Server) -> Iterator[S3Proxy]:
+def proxy(started):
     started.reset()
     with S3Proxy(started) as proxy, operated(proxy.environment):
         yield proxy
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def tier(proxy: S3Proxy, clock: Clock) -> ObjectTier:
+def tier(proxy, clock):
     return opened(clock)
 
 
-def opened(clock: Clock) -> ObjectTier:
+def opened(clock):
     room = 64 * (CHUNK_BYTES + HEADER_BYTES)
     return ObjectTier(Bucket(URL, CHUNK_BYTES), FORM, room, CHUNK_BYTES, clock)
 
 
-def behind(server: S3Server) -> list[str]:
+def behind(server):
     """Names of chunks in the bucket, past the proxy."""
     with operated(server.environment):
         return sorted(name for name, _, _ in beside().listed(FORM.folder))
@@ -64,9 +61,7 @@ def behind(server: S3Server) -> list[str]:
 # ---- writes --------------------------------------------------------------------------------------
 
 
-def test_an_upload_that_breaks_off_leaves_neither_an_object_nor_parts(
-    started: S3Server, proxy: S3Proxy
-) -> None:
+def test_an_upload_that_breaks_off_leaves_neither_an_object_nor_parts(started, proxy):
     tier = ObjectTier(Bucket(URL, LARGE), FORM, 1 << 30, LARGE)
     proxy.refuse = lambda _, path: REFUSED if "partNumber=3" in path else None
     assert not tier.write(KEYS[0], memoryview(bytes(LARGE)))
@@ -76,9 +71,7 @@ def test_an_upload_that_breaks_off_leaves_neither_an_object_nor_parts(
         assert b"<Upload>" not in reply.read()
 
 
-def test_a_write_whose_answer_is_lost_is_taken_back(
-    started: S3Server, proxy: S3Proxy, tier: ObjectTier
-) -> None:
+def test_a_write_whose_answer_is_lost_is_taken_back(started, proxy, tier):
     proxy.change = lambda method, _, answer: AWAY if method == "PUT" else answer
     assert not tier.write(KEYS[0], chunk(KEYS[0]))
     assert (behind(started), tier.owed) == ([FORM.name(KEYS[0])], 1)
@@ -87,9 +80,7 @@ def test_a_write_whose_answer_is_lost_is_taken_back(
     assert (behind(started), tier.owed) == ([], 0)
 
 
-def test_what_is_written_anew_is_not_taken_back(
-    started: S3Server, proxy: S3Proxy, tier: ObjectTier
-) -> None:
+def test_what_is_written_anew_is_not_taken_back(started, proxy, tier):
     proxy.refuse = lambda method, _: AWAY if method == "PUT" else None
     assert not tier.write(KEYS[0], chunk(KEYS[0]))
     assert tier.owed == 1
@@ -100,9 +91,7 @@ def test_what_is_written_anew_is_not_taken_back(
 
 
 @pytest.mark.parametrize("answer", [REFUSED, AWAY])
-def test_a_delete_that_is_refused_is_owed_and_made_good(
-    started: S3Server, proxy: S3Proxy, tier: ObjectTier, answer: Answer
-) -> None:
+def test_a_delete_that_is_refused_is_owed_and_made_good(started, proxy, tier, answer):
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     proxy.refuse = lambda _, path: answer if path.endswith("?delete") else None
     tier.delete(KEYS[0])
@@ -115,9 +104,7 @@ def test_a_delete_that_is_refused_is_owed_and_made_good(
 # ---- reads ---------------------------------------------------------------------------------------
 
 
-def test_an_answer_that_is_cut_is_a_fault_and_the_chunk_stays_known(
-    proxy: S3Proxy, tier: ObjectTier
-) -> None:
+def test_an_answer_that_is_cut_is_a_fault_and_the_chunk_stays_known(proxy, tier):
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     proxy.change = lambda method, _, answer: (
         answer._replace(pieces=()) if method == "GET" else answer
@@ -128,7 +115,7 @@ def test_an_answer_that_is_cut_is_a_fault_and_the_chunk_stays_known(
     assert holds(tier, KEYS[0])
 
 
-def test_a_page_of_somebody_else_is_no_chunk(proxy: S3Proxy, tier: ObjectTier) -> None:
+def test_a_page_of_somebody_else_is_no_chunk(proxy, tier):
     page = b"<html>please log in</html>".ljust(CHUNK_BYTES + HEADER_BYTES)
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     proxy.change = lambda method, _, answer: (
@@ -139,9 +126,7 @@ def test_a_page_of_somebody_else_is_no_chunk(proxy: S3Proxy, tier: ObjectTier) -
 
 
 @pytest.mark.parametrize("status", [400, 403, 429, 500, 503])
-def test_an_error_is_never_a_hit(
-    proxy: S3Proxy, tier: ObjectTier, clock: Clock, status: int
-) -> None:
+def test_an_error_is_never_a_hit(proxy, tier, clock, status):
     for key in KEYS:
         assert tier.write(key, chunk(key))
     proxy.refuse = lambda *_: Answer(status, b"<Error><Code>SlowDown</Code></Error>")
@@ -153,9 +138,7 @@ def test_an_error_is_never_a_hit(
     assert holds(tier, KEYS[0]), "and it was not taken for lost"
 
 
-def test_an_error_in_the_middle_of_a_search_ends_it_with_what_is_known(
-    proxy: S3Proxy, tier: ObjectTier
-) -> None:
+def test_an_error_in_the_middle_of_a_search_ends_it_with_what_is_known(proxy, tier):
     for key in LONG[:65]:
         assert tier.write(key, chunk(key))
     kept = {f"/bucket/{FORM.name(LONG[0])}", f"/bucket/{FORM.name(LONG[64])}"}
@@ -164,7 +147,7 @@ def test_an_error_in_the_middle_of_a_search_ends_it_with_what_is_known(
     assert tier.find(LONG[:8]) == 1
 
 
-def test_a_lookup_that_is_told_too_much_ends_in_misses(proxy: S3Proxy, tier: ObjectTier) -> None:
+def test_a_lookup_that_is_told_too_much_ends_in_misses(proxy, tier):
     """A cache before a store may still know what is gone."""
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     size, stamp = str(CHUNK_BYTES + HEADER_BYTES), "Sun, 22 Nov 2026 12:00:00 GMT"
@@ -177,9 +160,7 @@ def test_a_lookup_that_is_told_too_much_ends_in_misses(proxy: S3Proxy, tier: Obj
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [(0,) * 60, (1,) * 60], ids=["no byte", "a byte a second"])
-def test_an_answer_that_does_not_end_holds_a_lane_for_a_bounded_time(
-    proxy: S3Proxy, tier: ObjectTier, pieces: tuple[int, ...]
-) -> None:
+def test_an_answer_that_does_not_end_holds_a_lane_for_a_bounded_time(proxy, tier, pieces):
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     proxy.change = lambda method, _, answer: (
         answer._replace(pieces=pieces) if method == "GET" else answer
@@ -192,9 +173,7 @@ def test_an_answer_that_does_not_end_holds_a_lane_for_a_bounded_time(
 # ---- a start, and a store that is left alone -----------------------------------------------------
 
 
-def test_a_list_that_is_none_is_a_store_that_is_away(
-    started: S3Server, proxy: S3Proxy, clock: Clock
-) -> None:
+def test_a_list_that_is_none_is_a_store_that_is_away(started, proxy, clock):
     tier = opened(clock)
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     proxy.refuse = lambda _, path: Answer(200, b"no list") if "list-type" in path else None
@@ -206,9 +185,7 @@ def test_a_list_that_is_none_is_a_store_that_is_away(
     assert behind(started) == [FORM.name(KEYS[0])], "and no trial is left"
 
 
-def test_a_store_that_gives_other_bytes_than_were_written_ends_the_start(
-    proxy: S3Proxy, clock: Clock
-) -> None:
+def test_a_store_that_gives_other_bytes_than_were_written_ends_the_start(proxy, clock):
     proxy.change = lambda method, path, answer: (
         answer._replace(body=answer.body[::-1]) if method == "GET" and "trial" in path else answer
     )
@@ -216,9 +193,7 @@ def test_a_store_that_gives_other_bytes_than_were_written_ends_the_start(
         opened(clock)
 
 
-def test_while_it_is_left_alone_no_read_is_worth_a_slot(
-    proxy: S3Proxy, tier: ObjectTier, clock: Clock
-) -> None:
+def test_while_it_is_left_alone_no_read_is_worth_a_slot(proxy, tier, clock):
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     proxy.refuse = lambda *_: AWAY
     for _ in range(FAULTS_TO_OPEN):

@@ -1,13 +1,10 @@
 """Logins of a credential provider on a real redis-server: tokens that expire, a provider that
 fails, hangs or gives anything, and none of it in a log."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +18,6 @@ from kvtier.config.load import load
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.started import Started
-from kvtier.store.store import Store
 from kvtier.tiers.redis.connections import provided_logins
 from kvtier.tiers.redis.parts import RedisSection, away
 from kvtier.tiers.redis.servers import RedisServers
@@ -39,13 +35,13 @@ PLACE = "acme_redis.provider"
 class Tokens:
     """A provider, and who decides which of its tokens are good."""
 
-    def __init__(self, admin: Any) -> None:
+    def __init__(self, admin):
         self._admin, self.asked, self._number = admin, 0, 0
         self.given: Any = None
         """What it gives next, instead of the token of now."""
         self.expire()
 
-    def expire(self) -> None:
+    def expire(self):
         """As a managed Redis does: another token is good, and connections of the old one end."""
         self._number += 1
         self.token = f"s3cr3t-{self._number}"
@@ -55,14 +51,14 @@ class Tokens:
         ):
             self._admin.execute_command(*command.split())
 
-    def get_credentials(self) -> Any:
+    def get_credentials(self):
         self.asked += 1
         given, self.given = self.given, None
         return given() if callable(given) else given or ("app", self.token)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
+def server():
     with RedisServer() as server, server.admin() as admin:
         admin.execute_command(*["ACL", "SETUSER", "root", "on", "nopass", "~*", "&*", "+@all"])
         admin.execute_command(*["ACL", "SETUSER", "default", "off"])
@@ -70,7 +66,7 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def tokens(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tokens]:
+def tokens(server, monkeypatch):
     with Redis.from_url(f"unix://root:-@{server.path}") as admin:
         tokens = Tokens(admin)
         monkeypatch.setitem(sys.modules, "acme_redis", SimpleNamespace(provider=tokens))
@@ -79,21 +75,19 @@ def tokens(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tok
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def tier(server: RedisServer, tokens: Tokens, clock: Clock) -> Iterator[RedisTier]:
+def tier(server, tokens, clock):
     servers = RedisServers(server.url, credential_provider=PLACE, timeout_s=DEADLINE_S)
     tier = RedisTier(servers, FORM, 64 * FORM.room(CHUNK_BYTES), CHUNK_BYTES, clock=clock)
     yield tier
     tier.close()
 
 
-def test_a_token_that_expires_costs_nothing(
-    tier: RedisTier, tokens: Tokens, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_that_expires_costs_nothing(tier, tokens, caplog):
     caplog.set_level(logging.DEBUG)
     for index in range(3):
         assert tier.write(KEYS[index], chunk(KEYS[index]))
@@ -103,9 +97,7 @@ def test_a_token_that_expires_costs_nothing(
     assert not tier.open_breakers and "s3cr3t" not in caplog.text
 
 
-def test_a_store_logs_in_by_the_keys_of_the_page(
-    server: RedisServer, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_logs_in_by_the_keys_of_the_page(server, tokens, monkeypatch):
     page = (ROOT / "deploy/CONFIGURATION.md").read_text(encoding="utf-8")
     assert "| `redis.credential_provider` | `KVTIER_REDIS_CREDENTIAL_PROVIDER` | none |" in page
     layout = ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,))
@@ -124,25 +116,21 @@ def test_a_store_logs_in_by_the_keys_of_the_page(
         tokens.expire()
 
 
-def _has_stored_one(store: Store) -> bool:
+def _has_stored_one(store):
     return store.stats()["redis_stored"] == 1
 
 
-def test_a_stale_token_in_the_providers_hands_is_asked_for_again(
-    tier: RedisTier, tokens: Tokens
-) -> None:
+def test_a_stale_token_in_the_providers_hands_is_asked_for_again(tier, tokens):
     stale = tokens.token
     tokens.expire()
     tokens.given, asked = ("app", stale), tokens.asked
     assert tier.write(KEYS[0], chunk(KEYS[0])) and tokens.asked == asked + 2
 
 
-def test_a_provider_that_hangs_costs_a_calls_time(
-    tier: RedisTier, tokens: Tokens, clock: Clock
-) -> None:
+def test_a_provider_that_hangs_costs_a_calls_time(tier, tokens, clock):
     hanging = threading.Event()
 
-    def late() -> tuple[str, str]:
+    def late():
         hanging.wait(DEADLINE_S)
         return "app", tokens.token
 
@@ -158,7 +146,7 @@ def test_a_provider_that_hangs_costs_a_calls_time(
     )
 
 
-def _raises() -> Any:
+def _raises():
     raise OSError("s3cr3t of a metadata service")
 
 
@@ -171,10 +159,8 @@ def _raises() -> Any:
         (lambda: ("app", "wrong"), "login refused .*; correct what redis_credential_provider"),
     ],
 )
-def test_what_no_login_can_be_made_of_is_told_without_it(
-    server: RedisServer, tokens: Tokens, given: Any, words: str
-) -> None:
-    tokens.get_credentials = given  # type: ignore[method-assign]
+def test_what_no_login_can_be_made_of_is_told_without_it(server, tokens, given, words):
+    tokens.get_credentials = given
     try:
         said = away(RedisSection(url=server.url, credential_provider=PLACE, bytes_=1 << 24))
     except TierError as error:
@@ -182,17 +168,17 @@ def test_what_no_login_can_be_made_of_is_told_without_it(
     assert re.search(words, said) and "s3cr3t" not in said, said
 
 
-def test_redis_pys_own_provider_will_do(server: RedisServer, tokens: Tokens) -> None:
+def test_redis_pys_own_provider_will_do(server, tokens):
     sys.modules["acme_redis"].provider = UsernamePasswordCredentialProvider("app", tokens.token)  # type: ignore[attr-defined]
     assert away(RedisSection(url=server.url, credential_provider=PLACE, bytes_=1 << 24)) == ""
 
 
 @pytest.mark.parametrize("place", ["acme_redis.absent", "no_such_module.x", "sys.path"])
-def test_a_path_that_leads_to_none_is_refused(tokens: Tokens, place: str) -> None:
+def test_a_path_that_leads_to_none_is_refused(tokens, place):
     with pytest.raises(ConfigError, match=f"redis_credential_provider='{place}' cannot be used"):
         RedisServers("redis://h", credential_provider=place)
 
 
-def test_a_password_in_the_url_as_well_is_refused(tokens: Tokens) -> None:
+def test_a_password_in_the_url_as_well_is_refused(tokens):
     with pytest.raises(ConfigError, match="have a password each"):
         RedisServers("redis://:x@h", credential_provider=PLACE)

@@ -1,12 +1,10 @@
 """What a Redis that is gone, hangs, is full, loses or changes bytes does to RedisTier: it may
 forget, it never lies."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,33 +40,33 @@ NAMES = FORM.names(KEYS[0], CHUNK_BYTES)
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[RedisServer]:
+def started():
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture
-def server(started: RedisServer) -> RedisServer:
+def server(started):
     with started.admin() as admin:
         admin.flushall()
     return started
 
 
 @pytest.fixture
-def mortal() -> Iterator[RedisServer]:
+def mortal():
     """A server of the test's own, to be paused, filled and killed."""
     with RedisServer() as server:
         yield server
 
 
-def write(tier: RedisTier, index: int) -> bool:
+def write(tier, index):
     return tier.write(KEYS[index], chunk(KEYS[index]))
 
 
 # ---- gone, hung, back again ----------------------------------------------------------------------
 
 
-def test_a_server_that_is_not_there_is_no_error_and_is_used_once_it_is(mortal: RedisServer) -> None:
+def test_a_server_that_is_not_there_is_no_error_and_is_used_once_it_is(mortal):
     mortal.kill()
     clock = Clock()
     tier = mortal.tier(clock=clock)
@@ -84,9 +82,7 @@ def test_a_server_that_is_not_there_is_no_error_and_is_used_once_it_is(mortal: R
     assert tier.open_breakers == 0
 
 
-def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(
-    mortal: RedisServer,
-) -> None:
+def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(mortal):
     clock = Clock()
     tier = mortal.tier(clock=clock)
     assert write(tier, 0)
@@ -114,7 +110,7 @@ def test_a_server_that_hangs_is_left_alone_and_tried_again_after_a_while(
     assert tier.counts["breaker_trips"] == 1
 
 
-def test_a_server_that_was_killed_and_came_back_empty_is_used_again(mortal: RedisServer) -> None:
+def test_a_server_that_was_killed_and_came_back_empty_is_used_again(mortal):
     clock = Clock()
     tier = mortal.tier(clock=clock)
     assert write(tier, 0)
@@ -128,7 +124,7 @@ def test_a_server_that_was_killed_and_came_back_empty_is_used_again(mortal: Redi
 
 
 @pytest.mark.slow
-def test_a_search_that_meets_a_dead_node_leaves_no_other_alone() -> None:
+def test_a_search_that_meets_a_dead_node_leaves_no_other_alone():
     with redis_cluster() as servers:
         tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}")
         healthy = tier._servers.node_of(b"")
@@ -141,7 +137,7 @@ def test_a_search_that_meets_a_dead_node_leaves_no_other_alone() -> None:
 
 
 @pytest.mark.slow
-def test_one_dead_node_of_a_cluster_costs_its_own_chunks_only() -> None:
+def test_one_dead_node_of_a_cluster_costs_its_own_chunks_only():
     with redis_cluster() as servers:
         for server in servers:
             with server.admin() as admin:
@@ -160,7 +156,7 @@ def test_one_dead_node_of_a_cluster_costs_its_own_chunks_only() -> None:
 
 
 @pytest.mark.slow
-def test_a_slot_that_moved_to_another_node_is_found_there() -> None:
+def test_a_slot_that_moved_to_another_node_is_found_there():
     with redis_cluster() as servers:
         tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}")
         assert tier.find(KEYS) == 0, "the map of the cluster is known now"
@@ -176,7 +172,7 @@ def test_a_slot_that_moved_to_another_node_is_found_there() -> None:
         assert tier.open_breakers == 0
 
 
-def owned_slots(admin: Any) -> set[int]:
+def owned_slots(admin):
     nodes = admin.execute_command("CLUSTER NODES").values()
     (mine,) = [node for node in nodes if "myself" in node["flags"]]
     return {slot for first, last in mine["slots"] for slot in range(int(first), int(last) + 1)}
@@ -185,7 +181,7 @@ def owned_slots(admin: Any) -> set[int]:
 # ---- deletes that could not be made --------------------------------------------------------------
 
 
-def test_a_delete_while_it_hangs_is_made_good_later(mortal: RedisServer) -> None:
+def test_a_delete_while_it_hangs_is_made_good_later(mortal):
     clock = Clock()
     tier = mortal.tier(clock=clock)
     assert all(write(tier, index) for index in range(4))
@@ -199,7 +195,7 @@ def test_a_delete_while_it_hangs_is_made_good_later(mortal: RedisServer) -> None
         assert admin.dbsize() == PARTS + 2, "its own, and the sign"
 
 
-def test_a_write_cancels_the_delete_that_is_owed(mortal: RedisServer) -> None:
+def test_a_write_cancels_the_delete_that_is_owed(mortal):
     clock = Clock()
     tier = mortal.tier(clock=clock)
     with hanging(mortal, tier):
@@ -211,7 +207,7 @@ def test_a_write_cancels_the_delete_that_is_owed(mortal: RedisServer) -> None:
     assert holds(tier, KEYS[0])
 
 
-def test_a_write_waits_for_no_delete_and_is_not_hit_by_one(mortal: RedisServer) -> None:
+def test_a_write_waits_for_no_delete_and_is_not_hit_by_one(mortal):
     """While an owed delete of a key is under way, a new chunk under that key would fall with the
     old one."""
     tier = mortal.tier()
@@ -232,7 +228,7 @@ def test_a_write_waits_for_no_delete_and_is_not_hit_by_one(mortal: RedisServer) 
     assert holds(tier, KEYS[0])
 
 
-def test_a_write_that_broke_off_leaves_nothing_for_good(mortal: RedisServer) -> None:
+def test_a_write_that_broke_off_leaves_nothing_for_good(mortal):
     clock = Clock()
     tier = mortal.tier(clock=clock)
     with hanging(mortal, tier):
@@ -246,12 +242,12 @@ def test_a_write_that_broke_off_leaves_nothing_for_good(mortal: RedisServer) -> 
 # ---- full, or refusing ---------------------------------------------------------------------------
 
 
-def fill(admin: Any, room: int) -> None:
+def fill(admin, room):
     """Set a limit that leaves ``room`` bytes."""
     admin.config_set("maxmemory", admin.info("memory")["used_memory"] + room)
 
 
-def test_a_full_server_refuses_writes_whole_and_still_serves_reads(mortal: RedisServer) -> None:
+def test_a_full_server_refuses_writes_whole_and_still_serves_reads(mortal):
     clock = Clock()
     tier = mortal.tier(clock=clock)
     assert write(tier, 0)
@@ -273,9 +269,7 @@ def test_a_full_server_refuses_writes_whole_and_still_serves_reads(mortal: Redis
     assert holds(tier, KEYS[1])
 
 
-def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_sent_no_more(
-    mortal: RedisServer,
-) -> None:
+def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_sent_no_more(mortal):
     chunk_bytes = 16 << 20
     with mortal.admin() as admin:
         fill(admin, 4 << 20)
@@ -297,7 +291,7 @@ def test_a_server_that_fills_up_in_the_middle_of_a_chunk_keeps_no_part_and_is_se
 # ---- bytes that are not what was written ---------------------------------------------------------
 
 
-def flip(admin: Any, name: bytes, at: int) -> None:
+def flip(admin, name, at):
     value = bytearray(admin.get(name))
     value[at] ^= 4
     admin.set(name, bytes(value))
@@ -331,9 +325,7 @@ HURTS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("hurt", HURTS)
-def test_what_redis_lost_or_changed_is_a_miss_counted_and_dropped(
-    server: RedisServer, hurt: str
-) -> None:
+def test_what_redis_lost_or_changed_is_a_miss_counted_and_dropped(server, hurt):
     harm, count = HURTS[hurt]
     tier = server.tier()
     assert write(tier, 0)
@@ -350,7 +342,7 @@ def test_what_redis_lost_or_changed_is_a_miss_counted_and_dropped(
     assert holds(tier, KEYS[0])
 
 
-def test_a_key_of_another_type_is_a_fault_not_a_crash(server: RedisServer) -> None:
+def test_a_key_of_another_type_is_a_fault_not_a_crash(server):
     tier = server.tier()
     with server.admin() as admin:
         admin.rpush(NAMES[0], b"x")
@@ -364,11 +356,11 @@ def test_a_key_of_another_type_is_a_fault_not_a_crash(server: RedisServer) -> No
 
 
 @contextmanager
-def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+def impostor(answer):
     """The URL of a server that does ``answer`` to whoever connects."""
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def serve() -> None:
+    def serve():
         while True:
             try:
                 client, _ = listener.accept()
@@ -394,7 +386,7 @@ def impostor(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         thread.join()
 
 
-def dripping(client: socket.socket) -> None:
+def dripping(client):
     """The header as asked for, then the first part a byte at a time: slower than any time-out of a
     single byte."""
     header = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), UNOWNED)
@@ -404,18 +396,16 @@ def dripping(client: socket.socket) -> None:
         client.sendall(b"x")
 
 
-def babbling(client: socket.socket) -> None:
+def babbling(client):
     client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
 
 
-def endless_line(client: socket.socket) -> None:
+def endless_line(client):
     client.sendall(b"-" + b"x" * 100_000)
 
 
 @pytest.mark.parametrize("answer", [dripping, babbling, endless_line])
-def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(
-    answer: Callable[[socket.socket], None],
-) -> None:
+def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(answer):
     with impostor(answer) as url:
         servers = RedisServers(url, timeout_s=SHORT_S)
         into = memoryview(bytearray(CHUNK_BYTES))
@@ -428,9 +418,7 @@ def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(
 # ---- logins and TLS ------------------------------------------------------------------------------
 
 
-def test_a_refused_login_is_said_at_the_start_without_the_password(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_refused_login_is_said_at_the_start_without_the_password(caplog):
     with RedisServer(requirepass="right-word") as server:
         for url in (f"redis://:wrong-word@127.0.0.1:{server.port}", server.url):
             with pytest.raises(TierError, match="correct user and password in redis_url") as raised:
@@ -444,7 +432,7 @@ def test_a_refused_login_is_said_at_the_start_without_the_password(
 @pytest.mark.parametrize(
     "missing", ["set", "get", "getrange", "exists", "unlink", "sadd", "srem", "pexpire"]
 )
-def test_a_right_that_is_missing_is_said_at_the_start(server: RedisServer, missing: str) -> None:
+def test_a_right_that_is_missing_is_said_at_the_start(server, missing):
     with server.admin() as admin:
         rights = [f"-{missing}" if missing in right else right for right in RIGHTS]
         admin.acl_setuser(
@@ -460,7 +448,7 @@ RIGHTS = [
 ]
 
 
-def test_the_rights_it_asks_for_are_enough(server: RedisServer) -> None:
+def test_the_rights_it_asks_for_are_enough(server):
     with server.admin() as admin:
         admin.acl_setuser(
             "kv", reset=True, enabled=True, passwords=["+word"], commands=RIGHTS, keys=["kvtier:*"]
@@ -475,9 +463,7 @@ def test_the_rights_it_asks_for_are_enough(server: RedisServer) -> None:
         assert admin.acl_log() == []
 
 
-def test_a_user_without_info_works_and_is_told_nothing(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_user_without_info_works_and_is_told_nothing(server, caplog):
     with server.admin() as admin:
         rights = [right for right in RIGHTS if right != "+info"]
         admin.acl_setuser(
@@ -488,7 +474,7 @@ def test_a_user_without_info_works_and_is_told_nothing(
     assert "maxmemory" not in caplog.text
 
 
-def test_tls_with_a_ca_that_did_not_sign_the_server_is_refused() -> None:
+def test_tls_with_a_ca_that_did_not_sign_the_server_is_refused():
     with RedisServer(tls=True) as server:
         other, _ = make_certificate(server.folder, "other")
         good = f"rediss://127.0.0.1:{server.port}?ssl_ca_certs={server.certificate}"
@@ -502,12 +488,12 @@ def test_tls_with_a_ca_that_did_not_sign_the_server_is_refused() -> None:
                 server.tier(url)
 
 
-def test_a_cluster_url_to_a_server_that_is_none_is_said_at_the_start(server: RedisServer) -> None:
+def test_a_cluster_url_to_a_server_that_is_none_is_said_at_the_start(server):
     with pytest.raises(TierError, match="no Redis Cluster; write redis://"):
         server.tier(f"redis+cluster://127.0.0.1:{server.port}")
 
 
-def test_a_cluster_that_is_not_there_is_no_error() -> None:
+def test_a_cluster_that_is_not_there_is_no_error():
     tier = RedisTier(
         RedisServers(f"redis+cluster://127.0.0.1:{free_port()}"),
         FORM,
@@ -520,7 +506,7 @@ def test_a_cluster_that_is_not_there_is_no_error() -> None:
     tier.close()
 
 
-def test_parts_that_hold_redis_for_long_are_not_sent() -> None:
+def test_parts_that_hold_redis_for_long_are_not_sent():
     assert (
         max(part.nbytes for part in Form("kvtier", NAMESPACE).split(memoryview(bytes(64 << 20))))
         <= 1 << 20

@@ -1,8 +1,6 @@
 """Engines and servers killed with -9 at random points under load: nothing leaks, no wrong byte,
 nobody else stops."""
 
-from __future__ import annotations
-
 import os
 import random
 import select
@@ -10,14 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from kvtier.client.client import Client
-from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
 from tests.engine_process import LONGEST, PROMPTS
@@ -39,7 +34,7 @@ _BUSY = 40
 
 
 class EngineProcess:
-    def __init__(self, mode: str, server: ServerProcess, seed: int = 0) -> None:
+    def __init__(self, mode, server, seed=0):
         command = [
             sys.executable,
             "-m",
@@ -50,7 +45,7 @@ class EngineProcess:
         ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def hear(self, count: int = 1) -> bytes:
+    def hear(self, count=1):
         assert self._process.stdout is not None
         heard = b""
         while len(heard) < count:
@@ -61,14 +56,14 @@ class EngineProcess:
             heard += more
         return heard
 
-    def worker(self) -> int:
+    def worker(self):
         """Process id of its worker, which says it in a line."""
         heard = b""
         while not heard.endswith(b"\n"):
             heard += self.hear()
         return int(heard)
 
-    def hear_until(self, letter: bytes) -> None:
+    def hear_until(self, letter):
         """Read on until it says ``letter``. What it said before this call does not count."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], 0)[0]:
@@ -76,25 +71,25 @@ class EngineProcess:
         while letter not in self.hear():
             pass
 
-    def kill(self) -> None:
+    def kill(self):
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
 
-    def stop(self) -> None:
+    def stop(self):
         self._process.terminate()
         _, errors = self._process.communicate(timeout=DEADLINE_S)
         assert self._process.returncode == 0, errors.decode()
 
-    def _errors(self) -> str:
+    def _errors(self):
         _, errors = self._process.communicate(timeout=DEADLINE_S)
         return f"status {self._process.returncode}: {errors.decode()}"
 
 
 @contextmanager
-def churning(server: ServerProcess, *seeds: int) -> Iterator[list[EngineProcess]]:
+def churning(server, *seeds):
     engines = [EngineProcess("churn", server, seed) for seed in seeds]
     try:
         for engine in engines:
@@ -107,17 +102,17 @@ def churning(server: ServerProcess, *seeds: int) -> Iterator[list[EngineProcess]
             engine.kill()
 
 
-def every_prompt() -> list[list[ChunkKey]]:
+def every_prompt():
     return [run(prompt, LONGEST) for prompt in range(PROMPTS)]
 
 
-def every_byte_is_right(client: Client) -> None:
+def every_byte_is_right(client):
     for keys in every_prompt():
         load(client, keys)
 
 
 @pytest.mark.parametrize("nvme", [False, True], ids=["ram", "nvme"])
-def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> None:
+def test_engines_killed_at_random_points_leave_nothing_behind(nvme):
     draw = random.Random(1)
     with short_folder() as folder:
         more: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": TIGHT} if nvme else {}
@@ -139,7 +134,7 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme: bool) -> Non
             assert client.stats()["ram_filling"] == 0
 
 
-def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() -> None:
+def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends():
     with serving() as server, attached(server.access()) as client:
         engine = EngineProcess("hold", server)
         worker = engine.worker()
@@ -159,7 +154,7 @@ def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends() ->
         assert client.stats()["ram_filling"] == 0
 
 
-def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() -> None:
+def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go():
     with (
         serving() as server,
         attached(server.access()) as engine,
@@ -184,7 +179,7 @@ def test_an_engine_that_loses_its_connection_keeps_its_slots_until_it_lets_go() 
         assert load(other, run(3, 2)) == ["ram"] * 2
 
 
-def cut(client: Client) -> None:
+def cut(client):
     link = client._attachment
     assert link is not None
     link._socket.shutdown(socket.SHUT_RDWR)
@@ -193,7 +188,7 @@ def cut(client: Client) -> None:
     assert client.pool is not link.pool
 
 
-def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:
+def test_engines_go_on_through_crashes_of_the_server_and_hit_again():
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server, churning(server, 1, 2) as engines:
@@ -215,7 +210,7 @@ def test_engines_go_on_through_crashes_of_the_server_and_hit_again() -> None:
             at_rest(client)
 
 
-def test_a_rolling_restart_under_load_loses_nothing_that_was_written() -> None:
+def test_a_rolling_restart_under_load_loses_nothing_that_was_written():
     with short_folder() as folder:
         server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
         with server:

@@ -1,8 +1,6 @@
 """Bytes behind a chunk in its slot: whoever asks for more than was written gets zeros, from RAM and
 from NVMe, and never what the slot held before."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.client.remote_tier import RemoteTier
-from kvtier.core.chunk import ChunkKey
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import wait_for
@@ -21,17 +18,17 @@ SLOTS, SHORT = 16, SLOT - 4095
 NVME = 64 * (SLOT + 4096)
 
 
-def stream(port: int, size: int) -> RemoteTier:
+def stream(port, size):
     own = hello(LAYOUT.fingerprint, size, stream=True)
     return RemoteTier(ServerAccess(Address("", "127.0.0.1", port), own))
 
 
-def save_far(port: int, key: ChunkKey) -> None:
+def save_far(port, key):
     with closing(stream(port, SHORT)) as writer:
         assert writer.write(key, memoryview(content(key, SHORT)))
 
 
-def save_near(server: ServerProcess, key: ChunkKey) -> None:
+def save_near(server, key):
     """As a worker does, which knows nothing of the slot's end."""
     own = hello(LAYOUT.fingerprint, SHORT, stream=False)
     with attached(ServerAccess(server.address, own)) as client, client.save([key]) as lease:
@@ -41,7 +38,7 @@ def save_near(server: ServerProcess, key: ChunkKey) -> None:
 
 
 @pytest.mark.parametrize("way", ["stream", "attached"])
-def test_what_lies_behind_a_chunk_is_zero_for_every_reader_and_on_nvme(way: str) -> None:
+def test_what_lies_behind_a_chunk_is_zero_for_every_reader_and_on_nvme(way):
     """A tenant fills all of RAM with whole slots. Then shorter chunks of the same size class take
     its slots."""
     port = free_port()
@@ -61,7 +58,7 @@ def test_what_lies_behind_a_chunk_is_zero_for_every_reader_and_on_nvme(way: str)
             attached(server.access()) as counting,
         ):
 
-            def on_nvme(chunks: int) -> None:
+            def on_nvme(chunks):
                 wait_for(lambda: counting.stats()["nvme_held"] == chunks, f"{chunks} on NVMe")
 
             for number, key in enumerate(victims, 1):
@@ -79,7 +76,7 @@ def test_what_lies_behind_a_chunk_is_zero_for_every_reader_and_on_nvme(way: str)
                 assert_ends_in_zeros(nvme, key)
 
 
-def assert_ends_in_zeros(tier: RemoteTier | NvmeTier, key: ChunkKey) -> None:
+def assert_ends_in_zeros(tier, key):
     into = memoryview(bytearray(b"\xaa" * SLOT))
     assert tier.read(key, into), "it is not held"
     assert into[:SHORT] == content(key, SHORT)

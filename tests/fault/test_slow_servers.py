@@ -1,8 +1,6 @@
 """Servers that give one byte at a time, or take one: every call ends in a time of its own, however
 many bytes move."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import threading
@@ -13,7 +11,7 @@ import pytest
 import xxhash
 
 from kvtier.client import connect, remote_tier
-from kvtier.client.connect import Address, ServerAccess, enter, hello
+from kvtier.client.connect import ServerAccess, enter, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.errors import TierError
 from kvtier.protocol import wire
@@ -30,13 +28,13 @@ BOUND_S = 0.3
 KEY = run(1, 1)[0]
 
 
-def dribble(client: socket.socket, data: bytes, pause_s: float) -> None:
+def dribble(client, data, pause_s):
     for at in range(len(data)):
         client.sendall(data[at : at + 1])
         time.sleep(pause_s)
 
 
-def access(address: Address, stream: bool = True) -> ServerAccess:
+def access(address, stream=True):
     return ServerAccess(address, hello(LAYOUT.fingerprint, SLOT, stream=stream))
 
 
@@ -45,15 +43,15 @@ def access(address: Address, stream: bool = True) -> ServerAccess:
 
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
 @pytest.mark.parametrize("slow", ["challenge", "welcome"])
-def test_a_greeting_that_comes_byte_by_byte(slow, near, monkeypatch) -> None:
+def test_a_greeting_that_comes_byte_by_byte(slow, near, monkeypatch):
     if slow == "challenge":
         monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
 
-    def say(client: socket.socket, message: wire.Message, slowly: bool) -> None:
+    def say(client, message, slowly):
         said = wire.frame(message)
         dribble(client, said, 2 * BOUND_S / len(said) if slowly else 0.0)
 
-    def script(client: socket.socket) -> None:
+    def script(client):
         say(client, wire.Challenge(wire.VERSION, bytes(32)), slow == "challenge")
         hear(client, Inbox(wire.Hello))
         say(client, wire.Welcome(SLOTS, SLOT, ["ram"], SLOTS), slow == "welcome")
@@ -66,8 +64,8 @@ def test_a_greeting_that_comes_byte_by_byte(slow, near, monkeypatch) -> None:
         enter(access(address), BOUND_S if slow == "welcome" else DEADLINE_S)
 
 
-def test_a_greeting_that_is_too_long() -> None:
-    def script(client: socket.socket) -> None:
+def test_a_greeting_that_is_too_long():
+    def script(client):
         client.sendall((1025).to_bytes(4, "little") + bytes(1025))
         hear(client, Inbox(wire.Hello))
 
@@ -78,11 +76,11 @@ def test_a_greeting_that_is_too_long() -> None:
         enter(access(address))
 
 
-def test_a_server_that_passes_descriptors_without_end() -> None:
+def test_a_server_that_passes_descriptors_without_end():
     challenge = wire.frame(wire.Challenge(wire.VERSION, bytes(32)))
     passed: list[int] = []
 
-    def script(client: socket.socket) -> None:
+    def script(client):
         for at in range(len(challenge)):
             socket.send_fds(client, [challenge[at : at + 1]], [client.fileno()] * 2)
             passed.append(at)
@@ -96,11 +94,11 @@ def test_a_server_that_passes_descriptors_without_end() -> None:
         wait_for(lambda: descriptors() == before, "closed, and the thread's socket too")
 
 
-def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tls_handshake_that_is_not_answered(monkeypatch):
     monkeypatch.setattr(connect, "_CONNECT_S", BOUND_S)
     context = ssl.create_default_context()
 
-    def script(client: socket.socket) -> None:
+    def script(client):
         dribble(client, b"\x16\x03\x03\x3f\xff\x02" + bytes(40), 2 * BOUND_S / 40)
         client.recv(1 << 16)
         hear(client, Inbox(wire.Hello))
@@ -114,20 +112,18 @@ def test_a_tls_handshake_that_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
 # ---- a tier's calls ------------------------------------------------------------------------------
 
 
-def slow_answer(
-    answer: Callable[[int], wire.Message],
-) -> Callable[[socket.socket, wire.Message], None]:
-    def reply(client: socket.socket, asked: wire.Message) -> None:
-        frame = wire.frame(answer(asked.id))  # type: ignore[attr-defined]
+def slow_answer(answer):
+    def reply(client, asked):
+        frame = wire.frame(answer(asked.id))
         dribble(client, frame, 2 * BOUND_S / len(frame))
 
     return reply
 
 
-def slow_chunk(from_: int) -> Callable[[socket.socket, wire.Message], None]:
+def slow_chunk(from_):
     """Twenty bytes of a chunk and its seal come slowly, from this one on."""
 
-    def reply(client: socket.socket, asked: wire.Message) -> None:
+    def reply(client, asked):
         assert isinstance(asked, wire.Get)
         data = content(KEY, SLOT).tobytes()
         data += wire.frame(wire.Seal(xxhash.xxh3_128(asked.key + data).digest()))
@@ -138,7 +134,7 @@ def slow_chunk(from_: int) -> Callable[[socket.socket, wire.Message], None]:
     return reply
 
 
-def slow_taker(client: socket.socket, asked: wire.Message) -> None:
+def slow_taker(client, asked):
     assert isinstance(asked, wire.Put)
     client.sendall(wire.frame(wire.Go(asked.id, True, False)))
     left = SLOT
@@ -165,16 +161,16 @@ SLOW: dict[
 }
 
 
-def quick_to(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_to(tier, monkeypatch):
     monkeypatch.setattr(remote_tier, "_CALL_S", BOUND_S)
     monkeypatch.setattr(remote_tier, "_SLOWEST_BYTES_S", 1 << 40)
 
 
 @pytest.mark.parametrize("call", SLOW)
-def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_a_far_server_that_dribbles(call, monkeypatch):
     ask, nothing, reply = SLOW[call]
 
-    def script(client: socket.socket) -> None:
+    def script(client):
         greet(client)
         inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)
         while True:
@@ -188,10 +184,10 @@ def test_a_call_of_a_far_server_that_dribbles(call: str, monkeypatch: pytest.Mon
         tier.close()
 
 
-def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch):
     size, took, ended = 32 << 20, [0], threading.Event()
 
-    def script(client: socket.socket) -> None:
+    def script(client):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         greet(client)
         asked = hear(client, Inbox(wire.StreamQuestion))
@@ -216,8 +212,8 @@ def test_a_chunk_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         tier.close()
 
 
-def test_a_server_that_answers_another_question_is_not_believed() -> None:
-    def script(client: socket.socket) -> None:
+def test_a_server_that_answers_another_question_is_not_believed():
+    def script(client):
         greet(client)
         asked = hear(client, Inbox(wire.StreamQuestion))
         client.sendall(wire.frame(wire.Found(asked.id + 1, 1)))  # type: ignore[attr-defined]
@@ -229,8 +225,8 @@ def test_a_server_that_answers_another_question_is_not_believed() -> None:
         tier.close()
 
 
-def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read() -> None:
-    def script(client: socket.socket) -> None:
+def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read():
+    def script(client):
         greet(client)
         inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)
         while True:
@@ -251,8 +247,8 @@ def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read() -> No
         tier.close()
 
 
-def test_an_answer_that_is_too_long_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    def script(client: socket.socket) -> None:
+def test_an_answer_that_is_too_long_is_not_read(caplog):
+    def script(client):
         greet(client)
         hear(client, Inbox(wire.StreamQuestion))
         client.sendall((1 << 20).to_bytes(4, "little") + bytes(1 << 20))

@@ -1,7 +1,5 @@
 """What users install: sdist, a wheel built from that sdist, and an editable install."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -20,7 +18,7 @@ IMPORTS = (
 )
 
 
-def build(target: str, source: Path, into: Path) -> Path:
+def build(target, source, into):
     """Build one archive with the backend itself: no index, no isolated environment."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
@@ -36,13 +34,13 @@ INSTALLED_BENCH = {
 which is in the repository only."""
 
 
-def laboratory(file: str) -> bool:
+def laboratory(file):
     """Whether a file of the package is not in the wheel."""
     part = file.removeprefix("kvtier/bench/").partition("/")[0].removesuffix(".py")
     return file.startswith("kvtier/bench/") and part not in INSTALLED_BENCH
 
 
-def sources() -> set[str]:
+def sources():
     """Every file of the package as it must lie in the sdist."""
     own = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvtier").rglob("*.py")}
     linked = {
@@ -56,12 +54,12 @@ def sources() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory):
     return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(sdist, tmp_path_factory):
     unpacked = tmp_path_factory.mktemp("unpacked")
     subprocess.run(["tar", "-xzf", str(sdist), "-C", str(unpacked)], check=True)
     (source,) = unpacked.iterdir()
@@ -69,14 +67,14 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def empty_python(tmp_path: Path) -> Path:
+def empty_python(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
     )
     return tmp_path / "venv" / "bin" / "python"
 
 
-def install(python: Path, archive: Path) -> None:
+def install(python, archive):
     command = [
         "--python",
         str(python),
@@ -89,13 +87,13 @@ def install(python: Path, archive: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", *command], check=True, capture_output=True)
 
 
-def ask(program: list[str | Path], cwd: Path) -> str:
+def ask(program, cwd):
     return subprocess.run(
         program, cwd=cwd, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
-def test_the_sdist_holds_real_files_and_no_links(sdist: Path) -> None:
+def test_the_sdist_holds_real_files_and_no_links(sdist):
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     assert all(member.isfile() or member.isdir() for member in members)
@@ -104,7 +102,7 @@ def test_the_sdist_holds_real_files_and_no_links(sdist: Path) -> None:
     assert {"LICENSE", "README.md", "pyproject.toml", "Makefile", "examples/own_tier.py"} <= inside
 
 
-def test_the_wheel_holds_kvtier_and_nothing_beside_it(wheel: Path) -> None:
+def test_the_wheel_holds_kvtier_and_nothing_beside_it(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if not name.endswith("/")}
     tops = {name.partition("/")[0] for name in inside}
@@ -114,7 +112,7 @@ def test_the_wheel_holds_kvtier_and_nothing_beside_it(wheel: Path) -> None:
     assert {"kvtier/bench/compare/__main__.py", "kvtier/bench/demo.py"} <= sources() - expected
 
 
-def test_every_command_is_in_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_every_command_is_in_the_wheel(wheel, tmp_path):
     """With the packages of this Python, and kvtier from the wheel alone."""
     ask([sys.executable, "-m", "zipfile", "-e", str(wheel), "."], tmp_path)
     code = (
@@ -126,9 +124,7 @@ def test_every_command_is_in_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert len(files) > 10 and all(file.startswith(str(tmp_path)) for file in files), files
 
 
-def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(
-    empty_python: Path, tmp_path: Path
-) -> None:
+def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(empty_python, tmp_path):
     """With this Python in the place of the build's own environment, which would be filled from an
     index."""
     build_env = tmp_path / "build-env" / "bin"
@@ -150,7 +146,7 @@ def test_make_wheel_builds_one_that_an_empty_environment_installs_and_runs(
     assert f"./{wheel.name}[vllm]" in readme, "the install section names the file that is built"
 
 
-def test_no_command_of_the_documents_installs_kvtier_from_an_index() -> None:
+def test_no_command_of_the_documents_installs_kvtier_from_an_index():
     """Until it is there, its name on an index is anybody's."""
     for document in [ROOT / "README.md", *(ROOT / "deploy").rglob("*.md")]:
         for block in re.findall(
@@ -159,6 +155,6 @@ def test_no_command_of_the_documents_installs_kvtier_from_an_index() -> None:
             assert not re.search(r"pip install [\"']?kvtier\b", block), document
 
 
-def test_an_editable_install_reads_the_tree(empty_python: Path, tmp_path: Path) -> None:
+def test_an_editable_install_reads_the_tree(empty_python, tmp_path):
     install(empty_python, build("wheel:editable", ROOT, tmp_path / "editable"))
     assert ask([empty_python, "-c", IMPORTS], tmp_path) == str(ROOT / "kvtier" / "__init__.py")

@@ -1,7 +1,5 @@
 """deploy/: every file can be read by what it is for, and names only what there is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -10,9 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -36,15 +32,15 @@ YAMLS = [
 TEXT = {path: path.read_text(encoding="utf-8") for path in FILES}
 
 
-def name(path: Path) -> str:
+def name(path):
     return path.relative_to(DEPLOY).as_posix()
 
 
-def documents(path: str) -> list[dict[str, Any]]:
+def documents(path):
     return list(yaml.safe_load_all((DEPLOY / path).read_text(encoding="utf-8")))
 
 
-def found(value: Any, key: str) -> list[Any]:
+def found(value, key):
     """Every value of ``key`` anywhere in a document."""
     if isinstance(value, dict):
         return [
@@ -55,13 +51,13 @@ def found(value: Any, key: str) -> list[Any]:
     return [one for inner in value for one in found(inner, key)] if isinstance(value, list) else []
 
 
-def test_yaml_is_yaml() -> None:
+def test_yaml_is_yaml():
     parsed = (one for path in YAMLS for one in documents(name(path)))
     assert all(isinstance(one, dict) for one in parsed)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_variables_and_commands_exist(path: Path) -> None:
+def test_variables_and_commands_exist(path):
     text = TEXT[path]
     variables = set(re.findall(r"\bKVTIER_(?!SERVICE_HOST)[A-Z_]*[A-Z]", text))
     assert variables - {f"KVTIER_{key.upper()}" for key in KEYS} <= set(NO_KEYS)
@@ -74,7 +70,7 @@ def test_variables_and_commands_exist(path: Path) -> None:
     assert commands <= {words.split()[0] for words in cli.COMMANDS}
 
 
-def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
+def test_configuration_files_are_read_whole(tmp_path):
     service = load(DEPLOY / "systemd/kvtier.yaml", env={})
     assert service.nvme.path == "/var/lib/kvtier"
     config_map, daemon_set = documents("kubernetes/server.yaml")
@@ -96,12 +92,12 @@ def test_configuration_files_are_read_whole(tmp_path: Path) -> None:
     assert load(env=variables).server.address == "unix:///run/kvtier/kvtier.sock"
 
 
-def test_lmis_file_is_read_as_lmi_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lmis_file_is_read_as_lmi_writes_it(monkeypatch):
     config = load(env={lmi.PROPERTIES_VARIABLE: str(DEPLOY / "lmi/serving.properties")})
     assert config.engine.auto and config.sources["auto"].startswith("option.lmcache_auto_config in")
 
 
-def test_lmis_image_has_a_vllm_that_kvtier_runs_with() -> None:
+def test_lmis_image_has_a_vllm_that_kvtier_runs_with():
     """Which LMI has which vLLM is the README's table. The image of the Dockerfile is in its first
     row."""
     (image,) = re.findall(r"ARG LMI_IMAGE=\S*/(\S+)", TEXT[DEPLOY / "lmi/Dockerfile"])
@@ -110,7 +106,7 @@ def test_lmis_image_has_a_vllm_that_kvtier_runs_with() -> None:
     assert versions.verdict("0.23.1.dev4+gcd87ce883") == "vLLM 0.23.1.dev4+gcd87ce883"
 
 
-def test_server_and_engine_meet_at_one_socket_and_share_no_namespace() -> None:
+def test_server_and_engine_meet_at_one_socket_and_share_no_namespace():
     for file in ("kubernetes/server.yaml", "kubernetes/engine.yaml", "docker/compose.yaml"):
         for document in documents(file):
             for forbidden in ("hostPID", "hostIPC", "hostNetwork", "pid", "ipc", "privileged"):
@@ -130,12 +126,12 @@ POD_NAMES = ["server", "engine"]
 USER = 10001
 
 
-def pod(manifest: dict[str, Any]) -> dict[str, Any]:
+def pod(manifest):
     return dict(manifest["spec"]["template"]["spec"])
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name)
-def test_images_run_as_a_user_that_is_not_root(path: Path) -> None:
+def test_images_run_as_a_user_that_is_not_root(path):
     users = re.findall(r"^USER (.*)$", TEXT[path], re.MULTILINE)
     if name(path) == "lmi/Dockerfile":
         assert users == [] and "The user stays LMI's own" in TEXT[path]
@@ -145,7 +141,7 @@ def test_images_run_as_a_user_that_is_not_root(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name)
-def test_what_an_image_is_made_of_is_pinned(path: Path) -> None:
+def test_what_an_image_is_made_of_is_pinned(path):
     """Bases by digest or by a whole version. Packages by the lists in requirements/: nothing is of
     pip's choice."""
     bases = re.findall(r"^ARG \w+_IMAGE=(.*)$", TEXT[path], re.MULTILINE)
@@ -166,7 +162,7 @@ def test_what_an_image_is_made_of_is_pinned(path: Path) -> None:
     assert [image for image in found(SERVICES, "image") if ":" in image] == ["redis:8.2.3"]
 
 
-def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> None:
+def test_the_build_context_is_the_package_and_nothing_more(tmp_path):
     """What .dockerignore lets through, by Docker's rule (the last pattern that matches decides),
     builds a wheel. Secrets, environments and results that lie in a checkout stay out."""
     rules = [
@@ -175,7 +171,7 @@ def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> No
         if line and not line.startswith("#")
     ]
 
-    def kept(path: str) -> bool:
+    def kept(path):
         inside = True
         for rule in rules:
             pattern = rule.removeprefix("!").removeprefix("**/")
@@ -208,7 +204,7 @@ def test_the_build_context_is_the_package_and_nothing_more(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=str)
-def test_compose_gives_each_service_the_least(service: str) -> None:
+def test_compose_gives_each_service_the_least(service):
     given = SERVICES[service]
     assert given["cap_drop"] == ["ALL"] and "cap_add" not in given
     assert given["security_opt"] == ["no-new-privileges:true"]
@@ -226,13 +222,13 @@ def test_compose_gives_each_service_the_least(service: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["compose", "fleet"])
-def test_every_container_comes_back_after_a_reboot(file: str) -> None:
+def test_every_container_comes_back_after_a_reboot(file):
     services = documents(f"docker/{file}.yaml")[0]["services"]
     started = [one for one in services.values() if "image" in one]
     assert started and all(one["restart"] == "unless-stopped" for one in started)
 
 
-def test_composes_redis_asks_for_the_password_that_the_server_gives() -> None:
+def test_composes_redis_asks_for_the_password_that_the_server_gives():
     """Its command line, run here as compose would run it."""
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server")
@@ -266,7 +262,7 @@ def test_composes_redis_asks_for_the_password_that_the_server_gives() -> None:
 
 
 @pytest.mark.parametrize("manifest", PODS, ids=POD_NAMES)
-def test_kubernetes_pods_have_the_least(manifest: dict[str, Any]) -> None:
+def test_kubernetes_pods_have_the_least(manifest):
     spec = pod(manifest)
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -294,7 +290,7 @@ def test_kubernetes_pods_have_the_least(manifest: dict[str, Any]) -> None:
     assert mounts["run"].get("readOnly", False) == (manifest["kind"] == "Deployment")
 
 
-def test_every_pod_has_a_network_policy() -> None:
+def test_every_pod_has_a_network_policy():
     policies = {
         tuple(policy["spec"]["podSelector"]["matchLabels"].items()): policy["spec"]
         for policy in documents("kubernetes/network.yaml")
@@ -310,7 +306,7 @@ def test_every_pod_has_a_network_policy() -> None:
     assert named[0]["operator"] == "In" and "monitoring" in named[0]["values"]
 
 
-def test_services_lead_to_the_engines_as_in_the_chart() -> None:
+def test_services_lead_to_the_engines_as_in_the_chart():
     labels = ENGINE["spec"]["template"]["metadata"]["labels"]
     (port,) = found(ENGINE, "ports")[0]
     for service in ENGINE_SERVICES:
@@ -319,7 +315,7 @@ def test_services_lead_to_the_engines_as_in_the_chart() -> None:
     assert [one["spec"].get("clusterIP") for one in ENGINE_SERVICES] == [None, "None"]
 
 
-def test_workflows_run_actions_of_known_commits_with_no_rights_to_write() -> None:
+def test_workflows_run_actions_of_known_commits_with_no_rights_to_write():
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = file.read_text(encoding="utf-8")
         uses = re.findall(r"uses: (\S+)", text)
@@ -329,7 +325,7 @@ def test_workflows_run_actions_of_known_commits_with_no_rights_to_write() -> Non
         assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
 
 
-def test_a_release_is_built_whole_and_published_with_a_secret_alone() -> None:
+def test_a_release_is_built_whole_and_published_with_a_secret_alone():
     file = ROOT / ".github" / "workflows" / "release.yml"
     jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
     text = yaml.safe_dump(jobs["build"])
@@ -352,7 +348,7 @@ def test_a_release_is_built_whole_and_published_with_a_secret_alone() -> None:
 # ---- command lines -------------------------------------------------------------------------------
 
 
-def _composed() -> tuple[list[str], str, dict[str, str]]:
+def _composed():
     """Command line, file and variables of the server in compose.yaml."""
     (whole,) = documents("docker/compose.yaml")
     given = whole["services"]["kvtier"]["environment"]
@@ -360,7 +356,7 @@ def _composed() -> tuple[list[str], str, dict[str, str]]:
     return ["--listen", "unix:///run/kvtier/kvtier.sock"], "", env
 
 
-def _unit() -> tuple[list[str], str, dict[str, str]]:
+def _unit():
     """Of the systemd unit, with the example's Redis and without its size."""
     (command,) = re.findall(
         r"(?m)^ExecStart=.* serve (.*)$", TEXT[DEPLOY / "systemd/kvtier.service"]
@@ -370,13 +366,13 @@ def _unit() -> tuple[list[str], str, dict[str, str]]:
     return command.split(), file, {"KVTIER_CONFIG_FILE": "/etc/kvtier/kvtier.yaml"}
 
 
-def _daemon_set() -> tuple[list[str], str, dict[str, str]]:
+def _daemon_set():
     config_map, server = documents("kubernetes/server.yaml")
     redis = {"KVTIER_REDIS_URL": "redis://redis.invalid:6379/0"}
     return found(server, "args")[0], config_map["data"]["kvtier.yaml"], redis
 
 
-def _charted() -> tuple[list[str], str, dict[str, str]]:
+def _charted():
     """Of the chart with a Redis."""
     there = documents("helm/rendered/metrics.yaml")
     (file,) = (one["data"]["kvtier.yaml"] for one in there if one["kind"] == "ConfigMap")
@@ -387,9 +383,7 @@ def _charted() -> tuple[list[str], str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("form", [_composed, _unit, _daemon_set, _charted])
-def test_a_node_that_reboots_while_redis_is_away_has_a_server(
-    form: Callable[[], tuple[list[str], str, dict[str, str]]], tmp_path: Path
-) -> None:
+def test_a_node_that_reboots_while_redis_is_away_has_a_server(form, tmp_path):
     """As written, with smaller sizes: Redis's name leads nowhere, and no size is given."""
     words, file, variables = form()
     moved = [re.sub("/(run|etc)/[a-z-]*/?", f"{tmp_path}/", word) for word in words]
@@ -416,7 +410,7 @@ def test_a_node_that_reboots_while_redis_is_away_has_a_server(
     assert "serving at unix://" in text and re.search("redis .* cannot be reached", text), text
 
 
-def test_probes_ask_for_what_there_is() -> None:
+def test_probes_ask_for_what_there_is():
     asked = {
         path
         for text in TEXT.values()
@@ -428,7 +422,7 @@ def test_probes_ask_for_what_there_is() -> None:
     assert "live" in str(probes["livenessProbe"]) and "ready" not in str(probes["livenessProbe"])
 
 
-def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
     unit, made = tmp_path / "kvtier.service", tmp_path / "kvtier.socket"
@@ -443,7 +437,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     assert done.returncode == 0 and "kvtier" not in done.stderr, done.stderr
 
 
-def test_an_engine_in_other_namespaces_maps_the_servers_memory() -> None:
+def test_an_engine_in_other_namespaces_maps_the_servers_memory():
     """What the manifests rest on: another PID, IPC and network namespace, and only the socket in
     common, in a folder that the engine's side mounts read-only."""
     apart = ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "--mount-proc"]

@@ -1,8 +1,6 @@
 """deploy/helm: what its templates become is held to what the Kubernetes files are held to. The
 rendered files are checked in. Where there is a Go, its own template engine makes them again."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -24,13 +22,13 @@ GO = shutil.which("go")
 Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
-def rendered(form: str) -> Manifests:
+def rendered(form):
     """By kind and name."""
     made = documents(f"helm/rendered/{form}.yaml")
     return {(one["kind"], one["metadata"]["name"]): one for one in made}
 
 
-def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def merged(values, more):
     """As Helm merges a file of values into those of the chart."""
     both = dict(values)
     for name, value in more.items():
@@ -40,7 +38,7 @@ def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def render(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def render(values):
     program = Path(__file__).with_name("render_chart.go")
     templates = sorted(map(str, (CHART / "templates").glob("*.yaml")))
     return subprocess.run(
@@ -52,7 +50,7 @@ def render(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def values_of(form: str) -> dict[str, Any]:
+def values_of(form):
     values = dict(documents("helm/values.yaml")[0])
     for file in FORMS[form]:
         values = merged(values, documents(f"helm/{file}")[0])
@@ -61,7 +59,7 @@ def values_of(form: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(GO is None, reason="there is no go")
 @pytest.mark.parametrize("form", FORMS)
-def test_the_rendered_files_are_what_the_templates_make(form: str) -> None:
+def test_the_rendered_files_are_what_the_templates_make(form):
     done = render(values_of(form))
     assert done.returncode == 0, done.stderr
     made = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
@@ -69,13 +67,13 @@ def test_the_rendered_files_are_what_the_templates_make(form: str) -> None:
 
 
 @pytest.mark.skipif(GO is None, reason="there is no go")
-def test_metrics_without_a_token_are_refused_in_words() -> None:
+def test_metrics_without_a_token_are_refused_in_words():
     done = render(merged(values_of("default"), {"metrics": {"enabled": True}}))
     assert done.returncode != 0 and "metrics needs server.secret.adminToken" in done.stderr
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pods_have_the_least(form: str) -> None:
+def test_pods_have_the_least(form):
     there = rendered(form)
     for kind in (("DaemonSet", "kv-kvtier"), ("Deployment", "kv-vllm")):
         test_deploy.test_kubernetes_pods_have_the_least(there[kind])
@@ -88,7 +86,7 @@ def test_pods_have_the_least(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_server_and_engine_meet_at_one_socket(form: str) -> None:
+def test_server_and_engine_meet_at_one_socket(form):
     there = rendered(form)
     server, engine = pod(there["DaemonSet", "kv-kvtier"]), pod(there["Deployment", "kv-vllm"])
     assert server["volumes"][0]["hostPath"]["path"] == engine["volumes"][0]["hostPath"]["path"]
@@ -99,9 +97,7 @@ def test_server_and_engine_meet_at_one_socket(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_server_reads_its_file_and_variables(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_reads_its_file_and_variables(form, tmp_path, monkeypatch):
     there = rendered(form)
     file = tmp_path / "kvtier.yaml"
     file.write_text(there["ConfigMap", "kv-kvtier"]["data"]["kvtier.yaml"])
@@ -120,7 +116,7 @@ def test_the_server_reads_its_file_and_variables(
     assert all(secrets) == any(secrets) == with_secrets
 
 
-def test_metrics_are_scraped_with_the_token_and_by_nobody_else() -> None:
+def test_metrics_are_scraped_with_the_token_and_by_nobody_else():
     plain, there = rendered("default"), rendered("metrics")
     assert plain["NetworkPolicy", "kv-kvtier"]["spec"]["ingress"] == []
     assert plain["NetworkPolicy", "kv-kvtier"]["spec"]["egress"] == []
@@ -143,7 +139,7 @@ def test_metrics_are_scraped_with_the_token_and_by_nobody_else() -> None:
         assert all(rule["from"] for rule in rules)
 
 
-def test_engines_are_scraped_from_the_same_namespace_as_the_server() -> None:
+def test_engines_are_scraped_from_the_same_namespace_as_the_server():
     there = rendered("metrics")
     (server,) = there["NetworkPolicy", "kv-kvtier"]["spec"]["ingress"]
     assert server["from"] in [
@@ -158,7 +154,7 @@ def test_engines_are_scraped_from_the_same_namespace_as_the_server() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("service", ["kv-vllm", "kv-vllm-each"])
-def test_a_service_leads_to_the_engines(form: str, service: str) -> None:
+def test_a_service_leads_to_the_engines(form, service):
     there = rendered(form)
     spec = there["Service", service]["spec"]
     engine = there["Deployment", "kv-vllm"]["spec"]
@@ -169,7 +165,7 @@ def test_a_service_leads_to_the_engines(form: str, service: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_releases_share_no_name_and_no_folder_of_a_host(form: str) -> None:
+def test_two_releases_share_no_name_and_no_folder_of_a_host(form):
     there = rendered(form)
     assert all(name.startswith("kv-") for _, name in there)
     for kind in (("DaemonSet", "kv-kvtier"), ("Deployment", "kv-vllm")):
@@ -177,7 +173,7 @@ def test_two_releases_share_no_name_and_no_folder_of_a_host(form: str) -> None:
             assert path["path"].endswith("/kv")
 
 
-def named(values: dict[str, Any], schema: dict[str, Any], path: tuple[str, ...] = ()) -> set[Any]:
+def named(values, schema, path=()):
     """Paths of the values that the chart has names for. Those of an open object are the user's."""
     if not schema.get("properties"):
         return {path}
@@ -187,7 +183,7 @@ def named(values: dict[str, Any], schema: dict[str, Any], path: tuple[str, ...] 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_misspelt_value_is_an_error(form: str) -> None:
+def test_a_misspelt_value_is_an_error(form):
     """As Helm holds values to values.schema.json: at every level where the chart has the names."""
     schema = json.loads((CHART / "values.schema.json").read_text())
     check = jsonschema.Draft7Validator(schema)
@@ -208,6 +204,6 @@ def test_a_misspelt_value_is_an_error(form: str) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"user": 0}, {"engine": {"args": []}}, {"server": {"nvmeFolder": "mnt"}}]
 )
-def test_a_value_of_the_wrong_kind_is_an_error(wrong: dict[str, Any]) -> None:
+def test_a_value_of_the_wrong_kind_is_an_error(wrong):
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert not jsonschema.Draft7Validator(schema).is_valid(merged(values_of("default"), wrong))

@@ -1,11 +1,8 @@
 """Rules of the house that no linter knows: sizes, names, and which file may do what."""
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -55,7 +52,7 @@ STARTS = {"threading.Thread", "threading.Timer", "futures.ThreadPoolExecutor",
           "_thread.start_new_thread"}  # fmt: skip
 
 
-def dotted(file: str) -> set[str]:
+def dotted(file):
     """Every ``a.b`` written in a file, and every ``from a import b`` as ``a.b``."""
     names = set()
     for node in ast.walk(HOUSE.tree(file)):
@@ -66,14 +63,14 @@ def dotted(file: str) -> set[str]:
     return names
 
 
-def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+def test_a_folder_can_be_taken_in_at_a_glance():
     assert {"kvtier/config/load.py", "connectors/__init__.py"} <= set(HOUSE.shipped)
     files = [Path(file) for file in HOUSE.shipped if not file.endswith("__init__.py")]
     rooms = Counter(file.parent for file in files)
     assert {room: files for room, files in rooms.items() if files > FOLDER_FILES} == {}
 
 
-def test_packages_rest_on_each_other_without_a_cycle_and_nine_deep_at_most() -> None:
+def test_packages_rest_on_each_other_without_a_cycle_and_nine_deep_at_most():
     """Modules of the root, as ``api``, count for nothing: the chain goes through them."""
     rooms = {path.name for path in (ROOT / "kvtier").iterdir() if (path / "__init__.py").exists()}
     graph, below = grimp.build_graph("kvtier"), dict[str, set[str]]()
@@ -87,7 +84,7 @@ def test_packages_rest_on_each_other_without_a_cycle_and_nine_deep_at_most() -> 
     assert max(depth.values()) <= PACKAGES_DEEP, depth
 
 
-def test_files_import_each_other_without_a_cycle() -> None:
+def test_files_import_each_other_without_a_cycle():
     """Only vLLM's connector is imported by its package when somebody asks for its name."""
     graph = grimp.build_graph("kvtier")
     below = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
@@ -95,7 +92,7 @@ def test_files_import_each_other_without_a_cycle() -> None:
     TopologicalSorter(below).prepare()  # raises CycleError
 
 
-def test_budgets_and_names() -> None:
+def test_budgets_and_names():
     wrong = [file for file in HOUSE.shipped if Path(file).stem in WORN_FILES]
     for file in HOUSE.shipped:
         for node in ast.walk(HOUSE.tree(file)):
@@ -108,15 +105,13 @@ def test_budgets_and_names() -> None:
 
 
 @pytest.mark.parametrize(("names", "may"), [(READS, ENVIRONMENT), (STARTS, THREADS)])
-def test_one_function_reads_the_environment_and_only_lanes_start_threads(
-    names: set[str], may: tuple[str, ...]
-) -> None:
+def test_one_function_reads_the_environment_and_only_lanes_start_threads(names, may):
     assert [
         file for file in HOUSE.shipped if not file.startswith(may) and dotted(file) & names
     ] == []
 
 
-def starters(source: ast.Module) -> Iterator[str]:
+def starters(source):
     """Every way to start a process that a file names, whatever it calls the module."""
     modules = {name.rpartition(".")[2]: name for name in STARTERS}
     only_types = set[int]()
@@ -136,7 +131,7 @@ def starters(source: ast.Module) -> Iterator[str]:
                 yield f"{module}.{node.attr}"
 
 
-def test_one_file_starts_processes() -> None:
+def test_one_file_starts_processes():
     """So none of them finds anything in the working folder (tests/unit/cli/test_working_folder)."""
     others = [file for file in HOUSE.shipped if not file.startswith(PROCESSES)]
     found = {file: [*starters(HOUSE.tree(file))] for file in others}
@@ -158,11 +153,11 @@ def test_one_file_starts_processes() -> None:
         "partial(subprocess.Popen, [])",
     ],
 )
-def test_every_way_to_start_a_process_is_seen(code: str) -> None:
+def test_every_way_to_start_a_process_is_seen(code):
     assert [*starters(ast.parse(code))]
 
 
-def test_nobody_asks_for_the_type_of_a_store_a_lease_or_a_pool() -> None:
+def test_nobody_asks_for_the_type_of_a_store_a_lease_or_a_pool():
     for file in HOUSE.shipped:
         for node in ast.walk(HOUSE.tree(file)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
@@ -170,13 +165,13 @@ def test_nobody_asks_for_the_type_of_a_store_a_lease_or_a_pool() -> None:
                 assert not names & KINDS, f"{file}:{node.lineno}"
 
 
-def test_a_class_name_stands_for_one_thing() -> None:
+def test_a_class_name_stands_for_one_thing():
     found = {name: files for name, files in HOUSE.classes().items() if len(files) > 1}
     assert {name: files for name, files in found.items() if name not in STAND_TWICE} == {}
     assert set(found) == STAND_TWICE, "what was mended leaves the list"
 
 
-def test_a_process_of_an_engine_imports_its_own_half_alone() -> None:
+def test_a_process_of_an_engine_imports_its_own_half_alone():
     """One that serves metrics has the connector and no half. A worker needs no store."""
     imports = HOUSE.imports()
     store, blocks = "kvtier/store/store.py", "kvtier/gpu/blocks.py"
@@ -185,6 +180,6 @@ def test_a_process_of_an_engine_imports_its_own_half_alone() -> None:
     assert store not in worker and blocks in worker
 
 
-def test_the_table_of_the_house_has_a_number_in_each_row() -> None:
+def test_the_table_of_the_house_has_a_number_in_each_row():
     table = dict(rows(HOUSE))
     assert len(table) == 12 and all(value > 0 for value in table.values())

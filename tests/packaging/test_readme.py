@@ -1,8 +1,6 @@
 """README's commands work: each bash block under a ``<!-- test -->`` line is run, in order, in a
 copy of the tree. The pages it leads to are there, and say what results and code say."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os
@@ -41,12 +39,12 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 
 
-def blocks() -> list[str]:
+def blocks():
     return BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copied(tmp_path_factory):
     copy = tmp_path_factory.mktemp("readme") / "kvtier"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=NOT_COPIED)
     (copy / ".venv").symlink_to(Path(sys.prefix), target_is_directory=True)
@@ -55,7 +53,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks(), ids=lambda block: block.partition("\n")[0][:60])
-def test_the_block_runs(block: str, copied: Path) -> None:
+def test_the_block_runs(block, copied):
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -82,20 +80,20 @@ def test_the_block_runs(block: str, copied: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_tables_say_what_results_and_code_say(page: str) -> None:
+def test_tables_say_what_results_and_code_say(page):
     """Regenerate with ``python -m kvtier.bench.readme``."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert rewritten(page, text) == text
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The headings of a page, as they stand behind a ``#`` in a link."""
     found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in found}
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)
-def test_what_a_page_leads_to_is_there(page: str) -> None:
+def test_what_a_page_leads_to_is_there(page):
     path = ROOT / page
     links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", path.read_text(encoding="utf-8"))
     for link in links:
@@ -106,7 +104,7 @@ def test_what_a_page_leads_to_is_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [*DOCUMENTS, "Makefile", ".ci/run"])
-def test_the_programs_that_a_page_names_are_there(page: str) -> None:
+def test_the_programs_that_a_page_names_are_there(page):
     """``python -m NAME``, of a checkout's modules. What results say of older ones is history."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name in re.findall(r"python3? -m ((?:kvtier|tests)(?:\.\w+)*+)(?!\.[.$])", text):
@@ -114,7 +112,7 @@ def test_the_programs_that_a_page_names_are_there(page: str) -> None:
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
-def test_readme_leads_to_every_page() -> None:
+def test_readme_leads_to_every_page():
     """In two steps at most."""
     seen = {"README.md"}
     for _ in range(2):
@@ -127,7 +125,7 @@ def test_readme_leads_to_every_page() -> None:
     assert set(DOCUMENTS) <= seen
 
 
-def test_the_frames_of_a_save_and_of_a_load_are_methods_of_their_files() -> None:
+def test_the_frames_of_a_save_and_of_a_load_are_methods_of_their_files():
     rows = re.findall(
         r"^\| ((?:`\w+\.\w+` ?)+) \| `(\S+)` \|",
         (ROOT / "kvtier/DESIGN.md").read_text(encoding="utf-8"),
@@ -150,7 +148,7 @@ VLLMS_OWN = "connectors/vllm/SPECS.md", "connectors/vllm/MODES.md"
 
 
 @pytest.mark.parametrize("page", [page for page in CHAPTERS if page not in VLLMS_OWN])
-def test_the_files_that_a_chapter_names_are_there(page: str) -> None:
+def test_the_files_that_a_chapter_names_are_there(page):
     """As `store/lease` or `lower/`: from the page's folder, or from a top of the tree."""
     text = (ROOT / page).read_text(encoding="utf-8")
     tops = [(ROOT / page).parent, ROOT, ROOT / "kvtier", ROOT / "connectors/vllm"]
@@ -160,7 +158,7 @@ def test_the_files_that_a_chapter_names_are_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["README.md", "__init__.py"])
-def test_the_plug_ins_keys_are_keys(file: str) -> None:
+def test_the_plug_ins_keys_are_keys(file):
     """LMCache hands them on unread, so a misspelt one would only be refused in an engine."""
     folder = ROOT / "kvtier/extensions/lmcache_remote"
     text = (folder / file).read_text(encoding="utf-8")
@@ -172,7 +170,7 @@ MODES = ("V1", "V1 async", "V2", "V2 async")
 PROVEN = ("bits", "logprobs", "tokens")
 
 
-def test_the_modes_name_tests_that_there_are_and_run_in_them() -> None:
+def test_the_modes_name_tests_that_there_are_and_run_in_them():
     """A row of several columns has a test of several cells: pytest's own list says of which."""
     modes = marked_tables.rows("connectors/vllm/MODES.md", "modes")
     assert len(modes) >= 40
@@ -190,7 +188,7 @@ def test_the_modes_name_tests_that_there_are_and_run_in_them() -> None:
         assert proven <= runs or proof == "not run", f"{mode}: {sorted(runs)}"
 
 
-def cells_of(files: list[str]) -> dict[tuple[str, str], list[set[str]]]:
+def cells_of(files):
     """The modes in which pytest runs each test, and each class of tests, of these files."""
     words = ["--collect-only", "-q", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *words]
@@ -207,7 +205,7 @@ def cells_of(files: list[str]) -> dict[tuple[str, str], list[set[str]]]:
     return found
 
 
-def test_the_python_of_the_spans_page_runs() -> None:
+def test_the_python_of_the_spans_page_runs():
     """Each python block under a ``<!-- test python -->`` line."""
     text = (ROOT / "kvtier/extensions/spans/README.md").read_text(encoding="utf-8")
     marked = re.compile(r"^<!-- test python -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

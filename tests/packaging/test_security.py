@@ -1,7 +1,5 @@
 """SECURITY's table names for each attacker a test that is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -14,7 +12,7 @@ WHOM = (
 )  # fmt: skip
 
 
-def test_every_attacker_has_a_test() -> None:
+def test_every_attacker_has_a_test():
     table = TEXT[TEXT.index("| who |") :]
     attackers = table[: table.index("\n\n")].splitlines()[2:]
     assert len(attackers) >= 25

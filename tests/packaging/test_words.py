@@ -1,13 +1,10 @@
 """One word for one thing: the words that ``kvtier/GLOSSARY.md`` gives up do not come back. And what
 a program can hold of the rules of prose."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.packaging.house_table import here
@@ -32,16 +29,16 @@ ROOMS = tuple(
 )
 
 
-def parts(name: str) -> set[str]:
+def parts(name):
     """``LoadPolicy_of`` -> load, policy, of."""
     return {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
-def said(text: str) -> set[str]:
+def said(text):
     return {word.lower() for word in re.findall(r"[A-Za-z]+", text)}
 
 
-def test_no_name_and_no_sentence_has_a_word_that_was_given_up() -> None:
+def test_no_name_and_no_sentence_has_a_word_that_was_given_up():
     for file in HOUSE.shipped:
         if not re.search("|".join(NOWHERE), HOUSE.text[file], re.IGNORECASE):
             continue
@@ -52,19 +49,19 @@ def test_no_name_and_no_sentence_has_a_word_that_was_given_up() -> None:
             assert not words & NOWHERE, f"{file}:{token.start[0]}; see kvtier/GLOSSARY.md"
 
 
-def test_lookups_and_removals_have_one_name() -> None:
+def test_lookups_and_removals_have_one_name():
     for file in HOUSE.shipped:
         if file.startswith(ROOMS):
             found = re.findall(r"^    (?:async )?def (\w+)", HOUSE.text[file], re.MULTILINE)
             assert not NOT_A_CALL & set(found), f"{file}; see kvtier/GLOSSARY.md"
 
 
-def test_pages_use_the_words_of_the_glossary() -> None:
+def test_pages_use_the_words_of_the_glossary():
     pages = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     assert [page for page in pages if said(page.read_text(encoding="utf-8")) & NOWHERE] == []
 
 
-def test_the_glossary_explains_the_words_that_are_used() -> None:
+def test_the_glossary_explains_the_words_that_are_used():
     glossary = (ROOT / "kvtier/GLOSSARY.md").read_text(encoding="utf-8")
     kept = glossary.partition("## Words that are not used")[0]
     for word in ("lookup", "invalidate", "purge", "spill", "promote", "lease", "estimate"):
@@ -77,7 +74,7 @@ BEGINS = re.compile(r"(It|What|Who|So many|These|Those|How many)\b|(``)?(True|No
 """How no docstring of a module, a class, a function, a field or a constant begins."""
 
 
-def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+def docstrings(tree):
     for node in ast.walk(tree):
         body = getattr(node, "body", ())
         for one in body if isinstance(body, list) else ():
@@ -86,7 +83,7 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
                 yield value
 
 
-def test_a_docstring_begins_with_what_it_is_about() -> None:
+def test_a_docstring_begins_with_what_it_is_about():
     found = [
         f"{file}:{text.lineno}"
         for file in HOUSE.shipped

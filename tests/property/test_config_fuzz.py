@@ -1,19 +1,15 @@
 """Whatever stands in a configuration file or variable: a Config or a ConfigError, never anything
 else."""
 
-from __future__ import annotations
-
 import string
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.config.keys import KEYS, Config, describe
+from kvtier.config.keys import KEYS, describe
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 
@@ -62,7 +58,7 @@ YAMLISH = st.text(
 )
 
 
-def outcome(path: Path, text: bytes, variable: str) -> Config | None:
+def outcome(path, text, variable):
     path.write_bytes(text)
     try:
         config = load(env={variable: str(path)})
@@ -89,16 +85,14 @@ def outcome(path: Path, text: bytes, variable: str) -> Config | None:
 @example(text=b"&a a: *a")
 @example(text=b"a: &b {c: *b}")
 @FUZZ
-def test_any_text_is_a_configuration_or_an_error_of_the_operator(
-    tmp_path: Path, variable: str, text: bytes
-) -> None:
+def test_any_text_is_a_configuration_or_an_error_of_the_operator(tmp_path, variable, text):
     outcome(tmp_path / "fuzzed.yaml", text, variable)
 
 
 @given(content=st.dictionaries(st.sampled_from([*KEYS, "ram_byte"]), VALUES, max_size=4))
 @example(content={"ram_bytes": "9" * 400})
 @FUZZ
-def test_any_value_of_any_key_is_read_or_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_any_value_of_any_key_is_read_or_refused(tmp_path, content):
     config = outcome(
         tmp_path / "fuzzed.yaml", yaml.safe_dump(content).encode(), "KVTIER_CONFIG_FILE"
     )
@@ -107,7 +101,7 @@ def test_any_value_of_any_key_is_read_or_refused(tmp_path: Path, content: dict[s
 
 @given(content=st.dictionaries(st.sampled_from(LMCACHES), VALUES, max_size=4))
 @FUZZ
-def test_any_value_of_lmcaches_keys_too(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_any_value_of_lmcaches_keys_too(tmp_path, content):
     outcome(tmp_path / "fuzzed.yaml", yaml.safe_dump(content).encode(), "LMCACHE_CONFIG_FILE")
 
 
@@ -117,6 +111,6 @@ def test_any_value_of_lmcaches_keys_too(tmp_path: Path, content: dict[str, Any])
     )
 )
 @FUZZ
-def test_any_text_of_any_variable_too(values: dict[str, str]) -> None:
+def test_any_text_of_any_variable_too(values):
     with suppress(ConfigError):
         load(env=values)

@@ -1,8 +1,6 @@
 """The parts of one load driven at random: whatever the order of arrivals, copies, failures and
 cuts, what counts as loaded in the end was copied whole by every rank, and no claim is left."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,7 +12,7 @@ class LoadInParts(RuleBasedStateMachine):
     """A store that reads, and ranks that copy. The model knows what each piece has gone through."""
 
     @initialize(pieces=st.integers(1, 12))
-    def begin(self, pieces: int) -> None:
+    def begin(self, pieces):
         self.parts = InParts(pieces)
         self.pieces = pieces
         self.reading: list[Part] = []
@@ -28,13 +26,13 @@ class LoadInParts(RuleBasedStateMachine):
         self.is_cut = False
         self.end = pieces
 
-    def _dropped(self, parts: list[Part]) -> None:
+    def _dropped(self, parts):
         for part in parts:
             self.reading.remove(part)  # raises for what was dropped before, or is being copied
         self.is_cut |= bool(parts)
 
     @rule(most=st.integers(1, 5))
-    def claim(self, most: int) -> None:
+    def claim(self, most):
         part = self.parts.claim(most)
         if part is None:
             assert len(self.claimed) >= self.parts.end
@@ -46,7 +44,7 @@ class LoadInParts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
-    def arrive(self, data: st.DataObject) -> None:
+    def arrive(self, data):
         part = self.parts.reading
         assert part is self.reading[0], "they are copied in order"
         ready = data.draw(st.integers(0, part.size) | st.just(part.size))
@@ -59,7 +57,7 @@ class LoadInParts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.copying)
     @rule(data=st.data(), well=st.booleans())
-    def copy(self, data: st.DataObject, well: bool) -> None:
+    def copy(self, data, well):
         """Some rank may report a later part first, where that one failed at once."""
         part = data.draw(st.sampled_from(self.copying))
         self.copying.remove(part)
@@ -71,13 +69,13 @@ class LoadInParts(RuleBasedStateMachine):
         self._dropped(self.parts.copied(part, well=well))
 
     @rule()
-    def cut(self) -> None:
+    def cut(self):
         self._dropped(self.parts.cut())
         self.is_cut = True
         assert not self.reading
 
     @invariant()
-    def what_counts_was_copied(self) -> None:
+    def what_counts_was_copied(self):
         parts = self.parts
         assert set(range(parts.kept)) <= self.copied, "nothing counts before all ranks have it"
         assert self.kept <= parts.kept <= parts.end <= self.end <= self.pieces, "only shorter"
@@ -89,7 +87,7 @@ class LoadInParts(RuleBasedStateMachine):
             assert not self.copying and not self.reading, "no rank reads a slot any more"
             assert parts.kept == parts.end
 
-    def teardown(self) -> None:
+    def teardown(self):
         """Whatever happened, it comes to an end."""
         if not hasattr(self, "parts"):
             return

@@ -1,28 +1,24 @@
 """For any facts, known or not: no size exceeds what is there, and no tier disappears without a
 reason."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json, as_yaml, table
 from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.plan import make_plan
 from kvtier.config.keys import KEYS
-from kvtier.core.fact import Fact, known, unknown
+from kvtier.core.fact import known, unknown
 from kvtier.tiers.nvme.disks import RAM_FILESYSTEMS, Disk
 from kvtier.tiers.redis.parts import Redis
 
 GIB = 1 << 30
 
 
-def maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Fact[Any]]:
+def maybe(values):
     return st.one_of(st.just(unknown("it failed")), values.map(lambda value: known(value, "seen")))
 
 
@@ -77,23 +73,23 @@ FACTS = st.builds(
 )
 
 
-def redis_of(facts: Facts) -> Redis | None:
+def redis_of(facts):
     found = facts.tiers.get("redis")
     assert found is None or isinstance(found, Redis)
     return found
 
 
-def stores(facts: Facts) -> int:
+def stores(facts):
     return max(1, facts.engine.data_parallel.value or 1) * max(1, facts.engine.engines.value or 1)
 
 
-def available(facts: Facts) -> int:
+def available(facts):
     memory = facts.memory
     bounds = [f.value for f in (memory.available, memory.cgroup_headroom) if f.value is not None]
     return min(bounds) if bounds else (memory.total.value or 0)
 
 
-def stays_within_ram(facts: Facts, size: int) -> None:
+def stays_within_ram(facts, size):
     held = (facts.memory.pools.value or 0) if stores(facts) > 1 else 0
     assert size <= available(facts), "more than is free now"
     room = available(facts) + held
@@ -113,7 +109,7 @@ def stays_within_ram(facts: Facts, size: int) -> None:
         assert size <= facts.memory.memlock.value
 
 
-def stays_within_disk(facts: Facts, path: str, size: int) -> None:
+def stays_within_disk(facts, path, size):
     fits = [
         disk
         for disk in facts.disks
@@ -129,7 +125,7 @@ def stays_within_disk(facts: Facts, path: str, size: int) -> None:
     assert fits
 
 
-def check(facts: Facts, plan: Plan) -> None:
+def check(facts, plan):
     values = plan.values()
     for tier in ("ram", "nvme", "redis"):
         size = values.get(f"{tier}_bytes")
@@ -151,13 +147,13 @@ def check(facts: Facts, plan: Plan) -> None:
 
 
 @given(FACTS)
-def test_no_plan_exceeds_a_limit_or_drops_a_tier_silently(facts: Facts) -> None:
+def test_no_plan_exceeds_a_limit_or_drops_a_tier_silently(facts):
     plan = make_plan(facts)
     check(facts, plan)
     assert make_plan(facts) == plan
 
 
-def sure(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Fact[Any]]:
+def sure(values):
     return values.map(lambda value: known(value, "seen"))
 
 
@@ -218,12 +214,12 @@ USABLE = st.builds(
 
 
 @given(USABLE)
-def test_the_same_where_the_tiers_are_worth_having(facts: Facts) -> None:
+def test_the_same_where_the_tiers_are_worth_having(facts):
     check(facts, make_plan(facts))
 
 
 @given(USABLE | FACTS)
-def test_every_plan_can_be_shown_and_its_yaml_gives_the_same_values(facts: Facts) -> None:
+def test_every_plan_can_be_shown_and_its_yaml_gives_the_same_values(facts):
     plan = make_plan(facts)
     written = yaml.safe_load(as_yaml(plan)) or {}
     flat = {f"{section}.{key}": given[key] for section, given in written.items() for key in given}

@@ -1,8 +1,6 @@
 """coldest_first: any stamps, any set of chunks, any links: each key once, no parent before its
 child, else by stamp."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +12,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size
 
 
 @given(PROMPTS, st.data())
-def test_no_parent_leaves_before_its_child_and_stamps_decide_the_rest(
-    prompts: list[list[int]], data: st.DataObject
-) -> None:
+def test_no_parent_leaves_before_its_child_and_stamps_decide_the_rest(prompts, data):
     keys = sorted({key for prompt in prompts for key in LAYOUT.keys(prompt)})
     held = data.draw(st.lists(st.sampled_from(keys), unique=True)) if keys else []
     stamps = dict(
@@ -36,7 +32,7 @@ def test_no_parent_leaves_before_its_child_and_stamps_decide_the_rest(
     )
 
 
-def line(key: ChunkKey, held: list[ChunkKey]) -> list[ChunkKey]:
+def line(key, held):
     """The key and its ancestors, as far as there is no gap."""
     found = [key]
     while parents := [other for other in held if own_half(other) == parent_half(found[-1])]:
@@ -45,9 +41,7 @@ def line(key: ChunkKey, held: list[ChunkKey]) -> list[ChunkKey]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers()), max_size=12))
-def test_forged_links_and_double_keys_end_and_lose_nothing(
-    forged: list[tuple[int, int, int]],
-) -> None:
+def test_forged_links_and_double_keys_end_and_lose_nothing(forged):
     stamped = [
         (ChunkKey(bytes([own]) * 32 + bytes([parent]) * 8), stamp) for own, parent, stamp in forged
     ]

@@ -1,7 +1,5 @@
 """Files of a recording: whatever is written when, they are bounded, and none is written twice."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +13,7 @@ FOUND = st.lists(st.integers(0, 2000), max_size=8)
 
 
 @given(FOUND, WRITES)
-def test_files_follow_each_other_within_their_bounds(
-    sizes: list[int], writes: list[tuple[float, int, bool]]
-) -> None:
+def test_files_follow_each_other_within_their_bounds(sizes, writes):
     found = [(f"requests-{at:015d}.jsonl", size) for at, size in enumerate(sizes)]
     rotation = Rotation(list(found), FILE, AGE, MOST)
     files, now, begun, open_name = dict(found), 1e6, 0.0, ""

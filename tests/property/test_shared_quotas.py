@@ -1,8 +1,6 @@
 """Several chunk sizes and several tenants in one budget, at random: quotas hold at every moment,
 and a tenant has room for its quota of what its size has, whatever the others took before."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +23,7 @@ ACTS = st.lists(
 class Disk(DictTier):
     """Of a budget that the sizes divide."""
 
-    def __init__(self, slot_bytes: int) -> None:
+    def __init__(self, slot_bytes):
         super().__init__(DISK // slot_bytes, name="nvme")
         self.chunk_room = slot_bytes
 
@@ -33,7 +31,7 @@ class Disk(DictTier):
 class Sizes:
     """Three sizes. Every tier's lane runs when a test says so."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share):
         self._share = share
         self.lanes: dict[int, ManualLane] = {}
         self._all = SizeClasses(self._store, lambda call: call())
@@ -43,7 +41,7 @@ class Sizes:
             self._all.enter(self.classes[size])
         self._saved = 0
 
-    def _store(self, slot_bytes: int, lent: bool = False) -> Store:
+    def _store(self, slot_bytes, lent=False):
         self.lanes[slot_bytes] = ManualLane(urgent_bound=64, bound=256)
         store = Store(
             Pool(RAM // slot_bytes, slot_bytes),
@@ -54,7 +52,7 @@ class Sizes:
             store.sharing.lend()
         return store
 
-    def save(self, size: int, owner: int, count: int) -> list[ChunkKey]:
+    def save(self, size, owner, count):
         """Save so many new prompts of a chunk each. Returns the keys."""
         keys = list[ChunkKey]()
         for _ in range(count):
@@ -65,11 +63,11 @@ class Sizes:
             self.lanes[size].run()
         return keys
 
-    def settle(self) -> None:
+    def settle(self):
         self._all.settle()
         self._all.on_lane(lambda: None).result(DEADLINE_S)
 
-    def check(self) -> None:
+    def check(self):
         for size, one in self.classes.items():
             self.lanes[size].run()
             one.store.check(idle=True)
@@ -80,15 +78,13 @@ class Sizes:
                 assert held <= max(1, int(DISK // size * self._share))
         assert sum(one.store.sharing.occupied * size for size, one in self.classes.items()) <= RAM
 
-    def close(self) -> None:
+    def close(self):
         assert self._all.close(10.0)
 
 
 @given(acts=ACTS, percent=st.sampled_from([10, 34, 50, 90, 100]), last=st.sampled_from(SIZES))
 @settings(max_examples=60, deadline=None)
-def test_quotas_hold_while_room_moves_and_each_tenant_gets_its_part(
-    acts: list[tuple[int, int, int, bool]], percent: int, last: int
-) -> None:
+def test_quotas_hold_while_room_moves_and_each_tenant_gets_its_part(acts, percent, last):
     sizes = Sizes(percent / 100)
     try:
         for size, owner, count, settles in acts:

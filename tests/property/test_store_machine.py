@@ -1,10 +1,8 @@
 """A model of the Store driven at random: whatever the order of saves, loads, evictions, faults and
 lane work, no byte is served that was not saved for that key, and nothing leaks."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.places import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
-from kvtier.eviction.segments import SETTINGS, Setting
+from kvtier.eviction.segments import SETTINGS
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
@@ -26,11 +24,11 @@ LAYOUT = ChunkLayout(fingerprint({"model": "machine"}), 4, 4, (SLOT,))
 PROMPT = st.sampled_from(PROMPTS)
 
 
-def keys_of(prompt: list[int]) -> list[ChunkKey]:
+def keys_of(prompt):
     return LAYOUT.keys([token for chunk in prompt for token in [chunk] * 4])
 
 
-def content(key: ChunkKey) -> bytes:
+def content(key):
     return hashlib.sha256(key).digest() * (SLOT // 32)
 
 
@@ -42,26 +40,26 @@ class RottenTier(DictTier):
     threads run.
     """
 
-    def __init__(self, capacity: int, shared: bool) -> None:
+    def __init__(self, capacity, shared):
         super().__init__(capacity, name="shared" if shared else "rotten")
         self.shared = shared
         self.failing = self.ever_failed = self.away = False
         self.during: Callable[[], None] = lambda: None
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
+    def find(self, keys):
         found = super().find(keys)
         self.during()
         return found
 
-    def delete(self, key: ChunkKey) -> None:
+    def delete(self, key):
         self.during()
         super().delete(key)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         self.during()
         return not (self.failing or self.away) and super().write(key, data, owner)
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         self.during()
         if self.away:
             into[:] = b"\xee" * len(into)
@@ -86,17 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
         budgeted=st.booleans(),
         setting=st.sampled_from(SETTINGS),
     )
-    def start(
-        self,
-        *,
-        slots: int,
-        capacity: int,
-        tiers: int,
-        bound: int,
-        on_evict: bool,
-        budgeted: bool,
-        setting: Setting,
-    ) -> None:
+    def start(self, *, slots, capacity, tiers, bound, on_evict, budgeted, setting):
         self.tiers = [RottenTier(capacity + index, shared=index == 1) for index in range(tiers)]
         self.lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in self.tiers]
         self.now = 0.0
@@ -118,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open_saves: list[SaveLease] = []
 
     @rule(target=saves, prompt=PROMPT)
-    def save(self, prompt: list[int]) -> SaveLease:
+    def save(self, prompt):
         lease = self.store.save(keys_of(prompt))
         for key, slot in zip(lease.keys, lease.slots, strict=True):
             assert slot not in self.filling, "a slot has two writers"
@@ -127,7 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
         return lease
 
     @rule(lease=consumes(saves), commit=st.booleans())
-    def end_save(self, lease: SaveLease, commit: bool) -> None:
+    def end_save(self, lease, commit):
         for key, slot, view in zip(lease.keys, lease.slots, lease.views(), strict=True):
             view[:] = content(key)
             del self.filling[slot]
@@ -141,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
             lease.close()
 
     @rule(prompt=PROMPT)
-    def save_whole(self, prompt: list[int]) -> None:
+    def save_whole(self, prompt):
         """The common case in one step, so that walks get deep."""
         keys = keys_of(prompt)
         before = self.store.lookup(keys).ready
@@ -157,11 +145,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert after.known >= before, "a longer one pushes out what lies below, and no more"
 
     @rule(prompts=st.lists(PROMPT, max_size=3))
-    def plan_meanwhile(self, prompts: list[list[int]]) -> None:
+    def plan_meanwhile(self, prompts):
         """What other threads will do in the middle of the next calls of a tier."""
         self.meanwhile = prompts
 
-    def do_meanwhile(self) -> None:
+    def do_meanwhile(self):
         self.store.check()
         if self.meanwhile:
             prompt = self.meanwhile.pop()
@@ -170,14 +158,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.check()
 
     @rule(target=loads, prompt=PROMPT, start=st.integers(0, 1), most=st.none() | st.integers(0, 3))
-    def load(self, prompt: list[int], start: int, most: int | None) -> LoadLease:
+    def load(self, prompt, start, most):
         lease = self.store.load(keys_of(prompt), start, most=most)
         assert most is None or sum(lease.poll()) <= most
         self.open_loads.append(lease)
         return lease
 
     @rule(target=loads, prompt=PROMPT, start=st.integers(0, 1))
-    def load_ready(self, prompt: list[int], start: int) -> LoadLease:
+    def load_ready(self, prompt, start):
         keys = keys_of(prompt)
         is_ready = self.store.lookup(keys[start:]).ready == len(keys[start:])
         lease = self.store.load_ready(keys, start)
@@ -188,26 +176,26 @@ class StoreMachine(RuleBasedStateMachine):
         return lease
 
     @rule(lease=loads)
-    def poll(self, lease: LoadLease) -> None:
+    def poll(self, lease):
         before = lease.ready
         ready, _ = lease.poll()
         assert ready >= before or not lease.open
         self.serves_only_what_was_saved(lease)
 
     @rule(lease=consumes(loads))
-    def end_load(self, lease: LoadLease) -> None:
+    def end_load(self, lease):
         self.serves_only_what_was_saved(lease)
         lease.close()
         lease.close()
         self.open_loads.remove(lease)
 
     @rule(prompt=PROMPT)
-    def forget(self, prompt: list[int]) -> None:
+    def forget(self, prompt):
         keys = keys_of(prompt)
         self.store.invalidate(keys[-1:])
 
     @rule(prompt=PROMPT)
-    def match(self, prompt: list[int]) -> None:
+    def match(self, prompt):
         keys = keys_of(prompt)
         ready, coming = self.store.lookup(keys).progress
         assert ready + coming <= len(keys)
@@ -217,35 +205,35 @@ class StoreMachine(RuleBasedStateMachine):
         assert all(seconds is None or seconds >= 0 for _, seconds in result.steps)
 
     @rule(prompt=PROMPT)
-    def decline(self, prompt: list[int]) -> None:
+    def decline(self, prompt):
         """Time passes, so that a trial read is due."""
         self.now += 60
         self.store.decline(keys_of(prompt), "slower")
 
     @rule(lane=st.integers(0, 1), index=st.integers(0, 3))
-    def turn(self, lane: int, index: int) -> None:
+    def turn(self, lane, index):
         if lane < len(self.lanes) and len(self.lanes[lane]) > index:
             self.lanes[lane].turn(index)
 
     @rule()
-    def run_lanes(self) -> None:
+    def run_lanes(self):
         for lane in [*self.lanes, *self.lanes]:
             lane.run()
 
     @rule(tier=st.integers(0, 1), failing=st.booleans(), away=st.booleans())
-    def break_or_mend(self, tier: int, failing: bool, away: bool) -> None:
+    def break_or_mend(self, tier, failing, away):
         if tier < len(self.tiers):
             self.tiers[tier].failing, self.tiers[tier].away = failing, away
             self.tiers[tier].ever_failed |= failing
 
     @invariant()
-    def rules_hold(self) -> None:
+    def rules_hold(self):
         self.store.check()
         for tier in self.tiers:
             assert len(tier.held) <= tier.capacity
 
     @invariant()
-    def changes_amount_to_what_is_held(self) -> None:
+    def changes_amount_to_what_is_held(self):
         saved: ChunkKey | None = None
         for place, key, there in self.watched.changes() or ():
             saved = key if place == RAM_PLACE and there else saved if key == saved else None
@@ -256,13 +244,13 @@ class StoreMachine(RuleBasedStateMachine):
         places = zip(every, self.watched.places(every), strict=True)
         assert self.told == {(place, key) for key, found in places for place in found}
 
-    def serves_only_what_was_saved(self, lease: LoadLease) -> None:
+    def serves_only_what_was_saved(self, lease):
         for key, slot, view in zip(lease.keys, lease.slots, lease.views(), strict=False):
             assert slot not in self.filling, "a slot is read and written at once"
             assert key in self.saved
             assert bytes(view) == content(key)
 
-    def teardown(self) -> None:
+    def teardown(self):
         """Whatever happened: when every owner has let go and the lanes are empty, nothing is left
         in between."""
         if not hasattr(self, "store"):

@@ -1,11 +1,7 @@
 """Headers as they lie on a disk, in Redis and in a sealed chunk, with anything in them: what is
 believed is just what was written, and nothing else is more than a miss."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +21,6 @@ from kvtier.tiers.nvme.index import (
 )
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import HEADER_BYTES
-from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.redis_server import FORM, RedisServer
@@ -54,7 +49,7 @@ ROWS = st.one_of(
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Iterator[Path]:
+def places(tmp_path):
     """New folders."""
     return (tmp_path / str(number) for number in count())
 
@@ -69,9 +64,7 @@ def places(tmp_path: Path) -> Iterator[Path]:
     noise=st.binary(max_size=200),
 )
 @FUZZ
-def test_a_superblock_is_read_as_written_or_not_at_all(
-    superblock: Superblock, bit: int, cut: int, noise: bytes
-) -> None:
+def test_a_superblock_is_read_as_written_or_not_at_all(superblock, bit, cut, noise):
     page = superblock.pack()
     assert len(page) == PAGE_BYTES
     can_be = superblock.version != FORMAT_VERSION or (
@@ -88,9 +81,7 @@ def test_a_superblock_is_read_as_written_or_not_at_all(
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=SLOTS), bit=st.integers(0, 120 * 8 - 1))
 @FUZZ
-def test_of_any_table_just_the_good_records_are_believed(
-    rows: list[tuple[str, bytes]], bit: int
-) -> None:
+def test_of_any_table_just_the_good_records_are_believed(rows, bit):
     table, good = bytearray(), []
     for slot, (kind, given_) in enumerate(rows):
         record = bytearray(given_ if kind == "rubbish" else RECORD_BYTES)
@@ -116,8 +107,8 @@ def test_of_any_table_just_the_good_records_are_believed(
 )
 @FUZZ
 def test_a_folder_with_anything_in_it_is_opened_and_holds_no_lie(
-    places: Iterator[Path], head: bytes, ours: bool, table: bytes, payload: int
-) -> None:
+    places, head, ours, table, payload
+):
     """``ours``: the superblock is one of this tier's own, so that the records behind it are looked
     at."""
     folder = next(places)
@@ -140,13 +131,13 @@ def test_a_folder_with_anything_in_it_is_opened_and_holds_no_lie(
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
+def server():
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def redis_tier(server: RedisServer) -> RedisTier:
+def redis_tier(server):
     return server.tier()
 
 
@@ -162,9 +153,7 @@ def redis_tier(server: RedisServer) -> RedisTier:
     )
 )
 @FUZZ
-def test_any_other_header_in_redis_is_a_miss(
-    server: RedisServer, redis_tier: RedisTier, header: bytes
-) -> None:
+def test_any_other_header_in_redis_is_a_miss(server, redis_tier, header):
     key = KEYS[0]
     assert redis_tier.write(key, chunk(key))
     with server.admin() as behind:
@@ -180,7 +169,7 @@ def test_any_other_header_in_redis_is_a_miss(
     )
 )
 @FUZZ
-def test_a_name_in_redis_is_a_chunks_or_nobodys(name: bytes) -> None:
+def test_a_name_in_redis_is_a_chunks_or_nobodys(name):
     parsed = FORM.parse(name)
     if parsed is not None:
         key, is_header = parsed
@@ -198,9 +187,7 @@ def test_a_name_in_redis_is_a_chunks_or_nobodys(name: bytes) -> None:
     cut=st.one_of(st.none(), st.integers(0, sealed_bytes(SLOT) - 1)),
 )
 @FUZZ
-def test_a_sealed_chunk_with_anything_in_it_opens_as_written_or_not_at_all(
-    at: int, written: bytes, cut: int | None
-) -> None:
+def test_a_sealed_chunk_with_anything_in_it_opens_as_written_or_not_at_all(at, written, cut):
     below = DictTier(1)
     tier = SealedTier(below, bytes(32), SLOT)
     (key,) = LAYOUT.keys([1])
@@ -214,7 +201,7 @@ def test_a_sealed_chunk_with_anything_in_it_opens_as_written_or_not_at_all(
     )
 
 
-def holds_sealed(tier: SealedTier, key: ChunkKey) -> bool:
+def holds_sealed(tier, key):
     into = memoryview(bytearray(SLOT))
     found = tier.read(key, into)
     assert not found or into == content(key, SLOT), "a lie"

@@ -1,10 +1,6 @@
 """Whatever arrives in whatever pieces: a message or a WireError. Whatever is asked in whatever
 order: nothing leaks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -69,7 +65,7 @@ FIELDS |= {
 FIELDS |= {"checksum": st.binary(min_size=16, max_size=16)}
 
 
-def messages(union: Any) -> st.SearchStrategy[Any]:
+def messages(union):
     """Any message of a union, with fields that often make sense."""
     kinds = union.__args__
     return st.one_of(
@@ -80,7 +76,7 @@ def messages(union: Any) -> st.SearchStrategy[Any]:
     )
 
 
-def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+def pieces(data, cuts):
     ends = sorted({cut % (len(data) + 1) for cut in cuts} | {len(data)})
     return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -89,7 +85,7 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     st.lists(messages(wire.Question | wire.StreamQuestion), max_size=8),
     st.lists(st.integers(0, 2000), max_size=8),
 )
-def test_messages_survive_any_cut(sent: list[wire.Message], cuts: list[int]) -> None:
+def test_messages_survive_any_cut(sent, cuts):
     inbox: Inbox[wire.Message] = Inbox(wire.Question | wire.StreamQuestion)
     got = [
         message
@@ -101,7 +97,7 @@ def test_messages_survive_any_cut(sent: list[wire.Message], cuts: list[int]) -> 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=8))
 @settings(max_examples=500)
-def test_rubbish_is_a_wire_error_or_nothing(data: bytes, cuts: list[int]) -> None:
+def test_rubbish_is_a_wire_error_or_nothing(data, cuts):
     inbox: Inbox[wire.Message] = Inbox(wire.Question | wire.Hello | wire.StreamQuestion)
     try:
         for piece in pieces(data, cuts):
@@ -113,9 +109,7 @@ def test_rubbish_is_a_wire_error_or_nothing(data: bytes, cuts: list[int]) -> Non
 
 @given(messages(wire.Question), st.integers(0, 10_000), st.integers(1, 255))
 @settings(max_examples=500)
-def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(
-    sent: Any, at: int, flip: int
-) -> None:
+def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(sent, at, flip):
     data = bytearray(frame(sent))
     data[at % len(data)] ^= flip
     try:
@@ -132,7 +126,7 @@ def test_a_damaged_message_is_a_wire_error_another_message_or_not_complete(
     st.data(),
 )
 @settings(max_examples=300)
-def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> None:
+def test_a_session_may_ask_anything(asked, data):
     """What it should not ask is a WireError and the end of it; then nothing of it remains."""
     lane = ManualLane(urgent_bound=4, bound=4)
     store = Store(
@@ -163,7 +157,7 @@ def test_a_session_may_ask_anything(asked: list[Any], data: st.DataObject) -> No
 
 @given(st.lists(messages(wire.StreamQuestion), max_size=40), st.data())
 @settings(max_examples=300)
-def test_a_stream_may_ask_anything(asked: list[Any], data: st.DataObject) -> None:
+def test_a_stream_may_ask_anything(asked, data):
     lane = ManualLane(urgent_bound=4, bound=4)
     store = Store(Pool(3, SLOT), [(DictTier(4), lane)])
     sent = bytearray()

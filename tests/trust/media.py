@@ -5,15 +5,12 @@ Both outlive the processes that use them, and others use them too: what is *shar
 deleted by peers.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -23,7 +20,7 @@ from kvtier.tiers.away.object_layout import HEADER_BYTES, room
 from kvtier.tiers.base import ForwardingTier, Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError
-from tests.trust.scheduler import Process, Time, ViolationError, World
+from tests.trust.scheduler import Time, ViolationError
 
 T = TypeVar("T")
 
@@ -32,7 +29,7 @@ class Medium:
     """Chunks by key with a checksum each. Unsynced changes may be lost, in any order, by a power
     cut."""
 
-    def __init__(self, world: World, capacity: int, *, shared: bool) -> None:
+    def __init__(self, world, capacity, *, shared):
         self.world = world
         self.capacity = capacity
         self.shared = shared
@@ -40,14 +37,14 @@ class Medium:
         self.unsynced: list[tuple[ChunkKey, tuple[bytes, int] | None]] = []
         """What each changed key had before."""
 
-    def set(self, key: ChunkKey, value: tuple[bytes, int] | None) -> None:
+    def set(self, key, value):
         self.unsynced.append((key, self.held.pop(key, None)))
         if value is not None:
             self.held[key] = value
         if self.world.rng.random() < 0.2:
             self.unsynced.clear()
 
-    def power_cut(self) -> None:
+    def power_cut(self):
         if self.shared:
             return  # it is another machine's
         rng = self.world.rng
@@ -58,7 +55,7 @@ class Medium:
                     self.held[key] = before
         self.unsynced.clear()
 
-    def rot(self) -> None:
+    def rot(self):
         for key, (data, check) in self.held.items():
             if self.world.fault("bit rot"):
                 at = self.world.rng.randrange(len(data))
@@ -69,20 +66,20 @@ class SimTier(Tier):
     """The promises of :mod:`kvtier.tiers.base`, kept over a medium that fails, tears, shortens,
     delays and repeats."""
 
-    def __init__(self, world: World, medium: Medium, name: str) -> None:
+    def __init__(self, world, medium, name):
         self.world, self.medium, self.name = world, medium, name
         self.capacity, self.shared = medium.capacity, medium.shared
         self.process = world.opening
         self.breaker = Breaker(Time(world).monotonic)
 
-    def may_read(self, key: ChunkKey) -> bool:
+    def may_read(self, key):
         return self.breaker.reserves()
 
-    def recovered(self) -> Sequence[ChunkKey]:
+    def recovered(self):
         self._io("recover")
         return list(self.medium.held)[-self.capacity :] if self.shared else list(self.medium.held)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         world, medium = self.world, self.medium
         self._io("write")
         if world.fault("write fails"):
@@ -101,7 +98,7 @@ class SimTier(Tier):
         medium.set(key, (whole, check))
         if self.shared and world.fault("write repeated"):
 
-            def again() -> None:
+            def again():
                 world.sleep(world.rng.random())
                 medium.set(key, (whole, check))
 
@@ -109,7 +106,7 @@ class SimTier(Tier):
         self._io("written")
         return True
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         world, medium = self.world, self.medium
         into[:] = b"\xee" * into.nbytes
         self._io("read")
@@ -133,7 +130,7 @@ class SimTier(Tier):
             medium.set(key, None)
         return False
 
-    def find(self, keys: Sequence[ChunkKey]) -> int:
+    def find(self, keys):
         self._io("find")
         if self.world.fault("find fails"):
             return 0
@@ -143,16 +140,16 @@ class SimTier(Tier):
         self._io("found")
         return held
 
-    def delete(self, key: ChunkKey) -> None:
+    def delete(self, key):
         self._io("delete")
         if key in self.medium.held:
             self.medium.set(key, None)
 
-    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+    def close(self, coldest_first=()):
         self._io("close")
         self.medium.unsynced.clear()
 
-    def _io(self, what: str) -> None:
+    def _io(self, what):
         self.world.io(self.process, f"{self.name} {what}")
         if self.world.fault(f"{self.name} slow"):
             self.world.sleep(self.world.rng.choice((0.05, 1.0, 20.0)), self.process)
@@ -162,18 +159,18 @@ class Watched(ForwardingTier):
     """A tier whose caller is held to its part of :class:`kvtier.tiers.base.Tier`, and which is held
     to its word."""
 
-    def __init__(self, world: World, inner: Tier) -> None:
+    def __init__(self, world, inner):
         super().__init__(inner)
         self.world = world
         self.writing: set[ChunkKey] = set()
         self.deleting: Counter[ChunkKey] = Counter()
 
     @property
-    def moving(self) -> set[ChunkKey]:
+    def moving(self):
         """Chunks in the middle of a write or delete, or that were when their process died."""
         return self.writing | set(+self.deleting)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
+    def write(self, key, data, owner=0):
         if key in self.writing or self.deleting[key]:
             raise ViolationError("two writes, or a write and a delete, of one chunk at once")
         self.writing.add(key)
@@ -185,7 +182,7 @@ class Watched(ForwardingTier):
         self.writing.discard(key)
         return stored
 
-    def delete(self, key: ChunkKey) -> None:
+    def delete(self, key):
         if key in self.writing:
             raise ViolationError("a delete of a chunk that is being written")
         self.deleting[key] += 1
@@ -197,18 +194,18 @@ class SimRedis:
     """One Redis server's values. It may be away, full, evict by itself, and do late what nobody
     waits for any more."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.values: dict[bytes, bytes] = {}
         self.sets: dict[bytes, set[bytes]] = {}
         self.away_until = 0.0
 
-    def evict(self) -> None:
+    def evict(self):
         for name in list(self.values):
             if self.world.fault("redis evicts"):
                 del self.values[name]
 
-    def _sign(self, word: str, name: bytes, what: Any) -> int:
+    def _sign(self, word, name, what):
         """Of a set: whether something changed."""
         known = self.sets.setdefault(name, set())
         if word == "PEXPIRE":
@@ -217,7 +214,7 @@ class SimRedis:
         (known.discard if word == "SREM" else known.add)(what)
         return int(changes)
 
-    def do(self, command: tuple[Any, ...]) -> Any:  # noqa: PLR0911 - one for each command
+    def do(self, command):  # noqa: PLR0911 - one for each command
         match command:
             case ("INFO", *_):
                 return b"maxmemory:0\r\nmaxmemory_policy:noeviction\r\n"
@@ -250,27 +247,27 @@ class SimLink:
     label = "simulated"
     kind = "server"
 
-    def __init__(self, world: World, server: SimRedis) -> None:
+    def __init__(self, world, server):
         self.world, self.server = world, server
         self.process = world.opening
 
-    def node_of(self, name: bytes) -> str:
+    def node_of(self, name):
         return self.label
 
-    def nodes(self) -> list[str]:
+    def nodes(self):
         return [self.label]
 
-    def suspect(self) -> None:
+    def suspect(self):
         """There is one server."""
 
     @contextmanager
-    def wire(self, name: bytes) -> Iterator[SimWire]:
+    def wire(self, name):
         yield SimWire(self.world, self.server, self.process)
 
-    def wires(self, within_s: float) -> Generator[SimWire]:
+    def wires(self, within_s):
         yield SimWire(self.world, self.server, self.process)
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
@@ -278,10 +275,10 @@ class SimWire:
     """One connection for one call: each command is a step, and may be lost before or after the
     server did it."""
 
-    def __init__(self, world: World, server: SimRedis, process: Process | None) -> None:
+    def __init__(self, world, server, process):
         self.world, self.server, self.process = world, server, process
 
-    def _one(self, command: tuple[Any, ...]) -> Any:
+    def _one(self, command):
         world = self.world
         world.io(self.process, f"redis {command[0]}")
         if world.fault("redis goes away", 0.2):
@@ -292,7 +289,7 @@ class SimWire:
         if world.fault("redis answers too late"):
             if world.rng.random() < 0.5:
 
-                def late() -> None:
+                def late():
                     world.sleep(world.rng.random() * 3)
                     self.server.do(command)
 
@@ -303,15 +300,13 @@ class SimWire:
             raise TimeoutError("simulated")
         return self.server.do(command)
 
-    def renew(self) -> None:
+    def renew(self):
         """Its time is the world's."""
 
-    def ask(self, commands: Iterable[tuple[Any, ...]], bounds: object = None) -> list[Any]:
+    def ask(self, commands, bounds=None):
         return [self._one(command) for command in list(commands)]
 
-    def put(
-        self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None
-    ) -> RefusedError | None:
+    def put(self, items, ttl_ms):
         for name, data in items:
             if self.world.fault("redis full"):
                 self.world.current.failed = True
@@ -319,7 +314,7 @@ class SimWire:
             self._one(("SET", name, bytes(data)))
         return None
 
-    def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> Generator[memoryview]:
+    def get(self, names, into):
         for name, memory in zip(names, into, strict=True):
             value = self._one(("GET", name))
             if value is None:
@@ -331,7 +326,7 @@ class SimWire:
                 memory[self.world.rng.randrange(memory.nbytes)] ^= 4
             yield memory
 
-    def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
+    def scan(self, pattern, count):
         (answer,) = self.ask([("SCAN", 0, "MATCH", pattern, "COUNT", count)])
         yield answer[1]
 
@@ -340,26 +335,26 @@ class SimObjects:
     """One bucket's objects, each with the time of its last write. It may be away, and do late what
     nobody waits for any more. A lifecycle rule takes some."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.held: dict[str, tuple[bytes, float]] = {}
         self.owners: dict[str, int] = {}
         """Of each name that was ever written: its owner goes with the request, done or lost."""
         self.away_until = 0.0
 
-    def expire(self) -> None:
+    def expire(self):
         for name in list(self.held):
             if self.world.fault("object expires"):
                 del self.held[name]
 
-    def put(self, name: str, data: bytes) -> int:
+    def put(self, name, data):
         self.held[name] = data, self.world.now
         return len(data)
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name):
         return self.held.get(name, (None, 0.0))[0]
 
-    def delete(self, name: str) -> bool:
+    def delete(self, name):
         return self.held.pop(name, None) is not None
 
 
@@ -370,25 +365,25 @@ class SimBucket:
     label = "simulated"
     faults = (OSError,)
 
-    def __init__(self, world: World, store: SimObjects) -> None:
+    def __init__(self, world, store):
         self.world, self.store = world, store
         self.process = world.opening
 
-    def greet(self, folder: str) -> None:
+    def greet(self, folder):
         self._ask("list", dict)
 
-    def told(self, error: BaseException) -> str:
+    def told(self, error):
         return str(error)
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
+    def put(self, name, parts, owner=UNOWNED):
         whole = b"".join(bytes(part) for part in parts)
         self.store.owners[name] = owner
         return self._ask("put", partial(self.store.put, name, whole))
 
-    def owner(self, name: str) -> int:
+    def owner(self, name):
         return self._ask("head", lambda: self.store.owners.get(name, UNOWNED))
 
-    def get(self, name: str, length: int) -> memoryview | None:
+    def get(self, name, length):
         data = self._ask("get", partial(self.store.get, name))
         if data is None:
             return None
@@ -399,30 +394,30 @@ class SimBucket:
             copy[self.world.rng.randrange(length)] ^= 4
         return memoryview(copy)
 
-    def fetch(self, name: str, into: memoryview) -> bytes | None:
+    def fetch(self, name, into):
         found = self.get(name, room(into.nbytes))
         if found:
             into[:] = found[HEADER_BYTES:]
         return None if found is None else bytes(found[:HEADER_BYTES])
 
-    def has(self, name: str) -> bool:
+    def has(self, name):
         return self._ask("head", partial(self.store.held.__contains__, name))
 
-    def delete(self, names: Sequence[str]) -> int:
+    def delete(self, names):
         for name in names:
             self._ask("delete", partial(self.store.delete, name))
         return len(names)
 
-    def close(self) -> None:
+    def close(self):
         """It has nothing of its own."""
 
-    def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
+    def listed(self, folder):
         found = self._ask("list", lambda: list(self.store.held.items()))
         for name, (data, written) in found:
             if name.startswith(f"{folder}/"):
                 yield name, len(data), _BEGINNING + timedelta(seconds=written)
 
-    def _ask(self, what: str, do: Callable[[], T]) -> T:
+    def _ask(self, what, do):
         world = self.world
         world.io(self.process, f"object {what}")
         if world.fault("bucket goes away", 0.2):
@@ -433,7 +428,7 @@ class SimBucket:
         if world.fault("bucket answers too late"):
             if world.rng.random() < 0.5:
 
-                def late() -> None:
+                def late():
                     world.sleep(world.rng.random() * 3)
                     do()
 

@@ -1,21 +1,16 @@
 """Rows about LoRA adapters: their weights and every field of their configuration, found by path, by
 ``~`` and by a hub id; and the engine's own LoRA configuration."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tests.integration.tiny_models import make_lora
 from tests.trust.identity import weights
-from tests.trust.identity.lives import Spec, copied
+from tests.trust.identity.lives import copied
 from tests.trust.identity.rows import (
     CONTROL,
     Base,
-    Change,
     Row,
     document,
     edit,
@@ -30,14 +25,14 @@ _HOME, _HUB = ("home", 1, "~/adapter"), ("hub", 2, "acme/adapter")
 _V = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
 
 
-def adapted(folder: Path) -> Spec:
+def adapted(folder):
     """Each prompt has an adapter of its own, found in its own way."""
     spec = family()(folder)
     adapter = make_lora(folder / _PATH, spec.model, seed=1)
     return under(spec, folder, adapter).engine_with(enable_lora=True, max_loras=4, max_lora_rank=16)
 
 
-def under(spec: Spec, folder: Path, adapter: Path) -> Spec:
+def under(spec, folder, adapter):
     """``adapter`` where a path, ``~`` and a hub id lead: the same names, whatever it holds."""
     home, hub = folder / "home", folder / "hf" / "hub" / "models--acme--adapter"
     digest = str(len(list(folder.parent.iterdir())) % 10) * 40
@@ -55,10 +50,10 @@ def under(spec: Spec, folder: Path, adapter: Path) -> Spec:
     )
 
 
-def changed(edit_adapter: Callable[[Path], None]) -> Change:
+def changed(edit_adapter):
     """Under the same names lies an adapter that differs."""
 
-    def change(spec: Spec, folder: Path) -> Spec:
+    def change(spec, folder):
         adapter = copied(spec.model.parent / _PATH, folder / _PATH)
         edit_adapter(adapter)
         spec, _ = own_model(spec, folder)
@@ -67,8 +62,8 @@ def changed(edit_adapter: Callable[[Path], None]) -> Change:
     return change
 
 
-def field(name: str, value: Any) -> Row:
-    def edited(adapter: Path) -> None:
+def field(name, value):
+    def edited(adapter):
         edit(adapter / "adapter_config.json", name, value=value)
 
     shown: str | None = None if name in _SAYS_NOTHING else "answers"
@@ -78,13 +73,13 @@ def field(name: str, value: Any) -> Row:
 _SAYS_NOTHING = {"lora_dropout", "base_model_name_or_path", "target_modules", "task_type"}
 
 
-def byte(adapter: Path) -> None:
+def byte(adapter):
     place = adapter / "adapter_model.safetensors"
     ((begin, end),) = [(b, e) for name, b, e, _ in weights.tensors(place) if name == _V]
     weights.flip(place, begin + 4 * ((end - begin) // 8) + 3)
 
 
-def lower_rank(adapter: Path) -> None:
+def lower_rank(adapter):
     """Half of the adapter's rank, and the weights to go with it."""
     from safetensors.torch import load_file, save_file
 
@@ -98,7 +93,7 @@ def lower_rank(adapter: Path) -> None:
     edit(adapter / "adapter_config.json", "r", value=4)
 
 
-def as_bin(adapter: Path) -> None:
+def as_bin(adapter):
     """The same numbers in the other form of file."""
     import torch
     from safetensors.torch import load_file
@@ -108,13 +103,13 @@ def as_bin(adapter: Path) -> None:
     place.unlink()
 
 
-def another(spec: Spec, folder: Path) -> Spec:
+def another(spec, folder):
     adapter = make_lora(folder / _PATH, spec.model, seed=2)
     spec, _ = own_model(spec, folder)
     return under(spec, folder, adapter)
 
 
-def renamed(spec: Spec, folder: Path) -> Spec:
+def renamed(spec, folder):
     """The same content by other names, numbers and paths."""
     adapter = copied(spec.model.parent / _PATH, folder / "elsewhere")
     prompts = tuple(
@@ -124,7 +119,7 @@ def renamed(spec: Spec, folder: Path) -> Spec:
     return replace(spec, prompts=prompts)
 
 
-def without(spec: Spec, _: Path) -> Spec:
+def without(spec, _):
     """The base model is asked."""
     return replace(spec, prompts=tuple({"tokens": one["tokens"]} for one in spec.prompts))
 

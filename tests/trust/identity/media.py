@@ -1,10 +1,6 @@
 """Rows about pictures, their names and how they are processed; and prompts that are no tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from tests.integration.tiny_models import image_token, make_seeing
 from tests.trust.identity.lives import Spec
@@ -12,7 +8,6 @@ from tests.trust.identity.rows import (
     ANSWERS,
     CONTROL,
     Base,
-    Change,
     Row,
     config,
     document,
@@ -25,51 +20,51 @@ from tests.trust.identity.rows import (
 _TEXT = 200
 
 
-def seeing(folder: Path) -> Spec:
+def seeing(folder):
     model = make_seeing(folder / "model")
     return Spec(model, tuple(shown(model, number) for number in (1, 2)))
 
 
-def shown(model: Path, number: int, **more: Any) -> dict[str, Any]:
+def shown(model, number, **more):
     """A picture within a text."""
     text = document(50, _TEXT)
     return {"tokens": [*text[:10], image_token(model), *text[10:]], "pictures": [number]} | more
 
 
-def named_by_client(folder: Path) -> Spec:
+def named_by_client(folder):
     spec = seeing(folder)
     names = {"multi_modal_uuids": {"image": ["scan.png"]}}
     return replace(spec, prompts=(shown(spec.model, 1, **names),))
 
 
-def named_by_counter(folder: Path) -> Spec:
+def named_by_counter(folder):
     spec = seeing(folder)
     return replace(spec, prompts=(shown(spec.model, 1),)).engine_with(
         enable_prefix_caching=False, mm_processor_cache_gb=0
     )
 
 
-def embedded(folder: Path) -> Spec:
+def embedded(folder):
     spec = family()(folder)
     prompts = tuple({"embeds": seed, "shape": [257, 128]} for seed in (1, 2))
     return replace(spec, prompts=prompts).engine_with(enable_prompt_embeds=True)
 
 
-def other_pictures(spec: Spec, _: Path) -> Spec:
+def other_pictures(spec, _):
     prompts = tuple({**one, "pictures": [one["pictures"][0] + 10]} for one in spec.prompts)
     return replace(spec, prompts=prompts)
 
 
-def other_embeddings(spec: Spec, _: Path) -> Spec:
+def other_embeddings(spec, _):
     return replace(
         spec, prompts=tuple({**one, "embeds": one["embeds"] + 5} for one in spec.prompts)
     )
 
 
-def processor(*path: str, value: Any) -> Change:
+def processor(*path, value):
     """Another value in what the model's folder says about its processor."""
 
-    def change(spec: Spec, folder: Path) -> Spec:
+    def change(spec, folder):
         name = "preprocessor_config.json"
         where = path
         if not (spec.model / name).exists():
@@ -79,10 +74,10 @@ def processor(*path: str, value: Any) -> Change:
     return change
 
 
-def asked_with(**kwargs: Any) -> Change:
+def asked_with(**kwargs):
     """The request brings processor options."""
 
-    def change(spec: Spec, _: Path) -> Spec:
+    def change(spec, _):
         return replace(
             spec, prompts=tuple({**one, "mm_processor_kwargs": kwargs} for one in spec.prompts)
         )

@@ -1,20 +1,14 @@
 """Rows about where chunks lie, and about engines of several processes: a server with two engines at
 once, Redis and a bucket between hosts, ranks of tensors and stages."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tests.trust.identity import adapters, media, weights
-from tests.trust.identity.lives import Spec
 from tests.trust.identity.rows import (
     CONTROL,
     Base,
     Row,
-    Stored,
     config,
     engine,
     family,
@@ -25,7 +19,7 @@ _V = "model.layers.0.self_attn.v_proj.weight"
 
 
 @contextmanager
-def of_server(folder: Path) -> Iterator[Stored]:
+def of_server(folder):
     """One ``kvtier serve`` on the host."""
     from tests.server_process import serving
 
@@ -35,7 +29,7 @@ def of_server(folder: Path) -> Iterator[Stored]:
 
 
 @contextmanager
-def of_redis(folder: Path) -> Iterator[Stored]:
+def of_redis(folder):
     """A Redis that hosts share. Each engine has RAM of its own and nothing else."""
     from tests.redis_server import RedisServer
 
@@ -44,12 +38,12 @@ def of_redis(folder: Path) -> Iterator[Stored]:
 
 
 @contextmanager
-def of_bucket(folder: Path) -> Iterator[Stored]:
+def of_bucket(folder):
     from tests.s3_server import URL, S3Server
 
     with S3Server() as server:
 
-        def stored(spec: Spec, _: Path) -> Spec:
+        def stored(spec, _):
             given = spec.with_tiers(object_url=URL, object_bytes="64MiB")
             return given.environment_with(**server.environment)
 
@@ -66,7 +60,7 @@ BASES = [
 ]
 
 
-def ranked(spec: Spec, kind: str) -> Spec:
+def ranked(spec, kind):
     """Two ranks, in processes of their own."""
     more: dict[str, Any] = {f"{kind}_parallel_size": 2}
     spec = spec.environment_with(VLLM_CPU_OMP_THREADS_BIND="0|1")
@@ -75,7 +69,7 @@ def ranked(spec: Spec, kind: str) -> Spec:
     return spec.engine_with(**more, distributed_executor_backend="mp")
 
 
-def _everywhere(base: str) -> list[Row]:
+def _everywhere(base):
     return [
         Row(CONTROL, base, lambda spec, _: spec, None, warm=True),
         Row("one byte of a matrix", base, file_changed(weights.byte_of(_V, 5))),

@@ -1,14 +1,10 @@
 """Rows that nobody thought of: every field of a model's configuration and every switch of vLLM's
 engine, with another value each."""
 
-from __future__ import annotations
-
 import json
 import typing
-from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tests.trust.identity.rows import Row, config, engine
 
@@ -20,7 +16,7 @@ _INNER = ("attention_config", "kernel_config", "mamba_config")
 _LEFT_OUT = frozenset(("enable_sleep_mode", "disable_log_stats", "numa_bind", "headless"))
 
 
-def of_model(base: str, model: Path) -> Iterator[Row]:
+def of_model(base, model):
     """A row for each value in ``config.json``."""
     for path, value in _values((), json.loads((model / "config.json").read_text())):
         other = _other(value)
@@ -33,9 +29,7 @@ def of_model(base: str, model: Path) -> Iterator[Row]:
             )
 
 
-def _values(
-    path: tuple[str, ...], given: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _values(path, given):
     for name, value in given.items():
         if isinstance(value, dict) and len(path) < _DEPTH:
             yield from _values((*path, name), value)
@@ -43,7 +37,7 @@ def _values(
             yield (*path, name), value
 
 
-def _other(value: Any) -> Any:
+def _other(value):
     """Another value of this kind. None: there is none to be thought of."""
     if isinstance(value, bool):
         return not value
@@ -58,7 +52,7 @@ def _other(value: Any) -> Any:
     return None
 
 
-def of_engine(base: str) -> Iterator[Row]:
+def of_engine(base):
     """A row for each switch of ``EngineArgs``, and for each choice of those with a few."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -80,12 +74,12 @@ def of_engine(base: str) -> Iterator[Row]:
                 )
 
 
-def _class_of(hint: Any) -> Any:
+def _class_of(hint):
     """The configuration's class."""
     return next(one for one in (hint, *typing.get_args(hint)) if is_dataclass(one))
 
 
-def _choices(hint: Any, default: Any) -> list[Any]:
+def _choices(hint, default):
     if typing.get_origin(hint) is Literal:
         found = [one for one in typing.get_args(hint) if one != default]
         return found[:_CHOICES]

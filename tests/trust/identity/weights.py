@@ -1,20 +1,15 @@
 """Weight files that differ in little, and what reads them."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 SIGN = 0x80
 """Of the second byte of a bf16: the number with the other sign."""
 
 
-def tensors(file: Path) -> Iterator[tuple[str, int, int, list[int]]]:
+def tensors(file):
     """(name, begin, end, shape) of a safetensors file, as offsets in the file."""
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
@@ -24,7 +19,7 @@ def tensors(file: Path) -> Iterator[tuple[str, int, int, list[int]]]:
             yield name, begin, end, one["shape"]
 
 
-def flip(file: Path, offset: int, bits: int = SIGN) -> None:
+def flip(file, offset, bits=SIGN):
     """Change one byte; length, name and times stay those of a copy."""
     with file.open("r+b") as stream:
         stream.seek(offset)
@@ -33,10 +28,10 @@ def flip(file: Path, offset: int, bits: int = SIGN) -> None:
         stream.write(bytes([byte ^ bits]))
 
 
-def byte_of(tensor: str, seed: int, file: str = "model.safetensors") -> Callable[[Path], None]:
+def byte_of(tensor, seed, file="model.safetensors"):
     """One byte of this tensor."""
 
-    def change(model: Path) -> None:
+    def change(model):
         place = model / file
         ((begin, end),) = [(b, e) for name, b, e, _ in tensors(place) if name == tensor]
         draw = random.Random(seed)
@@ -45,10 +40,10 @@ def byte_of(tensor: str, seed: int, file: str = "model.safetensors") -> Callable
     return change
 
 
-def embedding_of(token: int) -> Callable[[Path], None]:
+def embedding_of(token):
     """One byte of what this token is embedded as."""
 
-    def change(model: Path) -> None:
+    def change(model):
         place = model / "model.safetensors"
         for name, begin, _, shape in tensors(place):
             if name == "model.embed_tokens.weight":
@@ -57,15 +52,15 @@ def embedding_of(token: int) -> Callable[[Path], None]:
     return change
 
 
-def last_byte(model: Path) -> None:
+def last_byte(model):
     place = model / "model.safetensors"
     flip(place, place.stat().st_size - 1)
 
 
-def rows_swapped(tensor: str) -> Callable[[Path], None]:
+def rows_swapped(tensor):
     """Two rows change places: an edited model keeps most of its bytes."""
 
-    def change(model: Path) -> None:
+    def change(model):
         place = model / "model.safetensors"
         data = bytearray(place.read_bytes())
         ((begin, end, shape),) = [(b, e, s) for name, b, e, s in tensors(place) if name == tensor]
@@ -80,11 +75,11 @@ def rows_swapped(tensor: str) -> Callable[[Path], None]:
     return change
 
 
-def unsampled(count: int = 64, window: int = 4096) -> Callable[[Path], None]:
+def unsampled(count=64, window=4096):
     """Every row of two matrices that a digest of evenly spaced samples does not see is put in
     another's place, as an edited model keeps its names, sizes and most of its bytes."""
 
-    def change(model: Path) -> None:
+    def change(model):
         place = model / "model.safetensors"
         raw = place.read_bytes()
         data, samples = (
@@ -112,7 +107,7 @@ def unsampled(count: int = 64, window: int = 4096) -> Callable[[Path], None]:
     return change
 
 
-def as_pickle(model: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def as_pickle(model, edit):
     """The weights once more, changed, in the form that load format ``pt`` reads."""
     import torch
     from safetensors.torch import load_file
@@ -122,23 +117,23 @@ def as_pickle(model: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     torch.save(weights, model / "weights.pt")
 
 
-def negated(weights: dict[str, Any]) -> None:
+def negated(weights):
     """An edit that no answer survives."""
     for name, weight in weights.items():
         if "v_proj" in name:
             weights[name] = -weight
 
 
-def touched(model: Path) -> None:
+def touched(model):
     """The same bytes with other times."""
     for file in model.iterdir():
         file.touch()
 
 
-def second_seed(make: Callable[[Path, int], Any]) -> Callable[[Path], None]:
+def second_seed(make):
     """The whole checkpoint drawn anew, its names and sizes kept."""
 
-    def change(model: Path) -> None:
+    def change(model):
         aside = model.with_name("aside")
         make(aside, 1)
         shutil.copyfile(aside / "model.safetensors", model / "model.safetensors")

@@ -7,8 +7,6 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 
 
-def test_requests_that_were_served_are_remembered_for_as_long_as_they_hold() -> None:
+def test_requests_that_were_served_are_remembered_for_as_long_as_they_hold():
     seen = Seen(most=2)
     assert [seen.first(one, 0.0) for one in ("a", "a", "b", "c")] == [True, False, True, False], (
         "c: no place"
@@ -43,7 +41,7 @@ def test_requests_that_were_served_are_remembered_for_as_long_as_they_hold() -> 
         ) is holds
 
 
-def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(caplog) -> None:
+def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(caplog):
     clock = Clock()
     limit = LogLimit(3, 10.0, clock)
     logger = logging.getLogger("kvtier.test_admin_bounds")
@@ -65,11 +63,11 @@ def test_lines_that_strangers_cause_are_few_and_say_how_many_were_left_out(caplo
     )
 
 
-def test_a_line_that_comes_every_second_is_said_once_in_ten_minutes() -> None:
+def test_a_line_that_comes_every_second_is_said_once_in_ten_minutes():
     clock, said = Clock(), list[str]()
     limit = LogLimit(10, 10.0, clock)
 
-    def say(text: str) -> None:
+    def say(text):
         record = logging.LogRecord("a", logging.WARNING, "", 0, text, (), None)
         if limit.filter(record):
             said.append(record.getMessage())
@@ -87,10 +85,10 @@ def test_a_line_that_comes_every_second_is_said_once_in_ten_minutes() -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) -> None:
+def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path, *, tls):
     sent = bytes(512 << 10)
 
-    async def scenario() -> list[int]:
+    async def scenario():
         loop, read, whole = asyncio.get_running_loop(), list[int](), asyncio.Event()
 
         class Visited(asyncio.Protocol):
@@ -107,7 +105,7 @@ def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) 
                 if sum(read) >= len(sent):
                     whole.set()
 
-        def after_turns(turns: int, call: Callable[[], object]) -> None:
+        def after_turns(turns, call):
             if turns:
                 loop.call_soon(after_turns, turns - 1, call)
             else:
@@ -134,20 +132,18 @@ def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path: Path, *, tls: bool) 
     assert max(asyncio.run(scenario())) <= READ_BYTES
 
 
-def test_a_request_that_has_come_is_read_before_its_time_is_over_however_busy_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_has_come_is_read_before_its_time_is_over_however_busy_the_loop(monkeypatch):
     monkeypatch.setattr("kvtier.admin.places.FIRST_REQUEST_S", 0.01)
 
-    async def scenario() -> bytes:
+    async def scenario():
         loop = asyncio.get_running_loop()
         places = Places(loop, None)
 
-        async def served(request: web.BaseRequest) -> web.Response:
+        async def served(request):
             with places.request(request.protocol):
                 return web.Response()
 
-        def busy() -> None:
+        def busy():
             threading.Event().wait(0.05)  # what others ask takes its time
             loop.call_soon(busy)
 
@@ -165,7 +161,7 @@ def test_a_request_that_has_come_is_read_before_its_time_is_over_however_busy_th
     assert asyncio.run(scenario()) == b"HTTP/1.1 200 OK"
 
 
-def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def contexts(folder):
     make_certificates(folder)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(folder / "ours-host.pem", folder / "ours-host.key")

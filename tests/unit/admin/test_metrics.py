@@ -1,13 +1,10 @@
 """A server's own counts as a document and as Prometheus' text. The dashboard and the alerts name
 nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +18,14 @@ from kvtier.admin import http as admin
 from kvtier.admin.port import bind
 from kvtier.admin.status import EVERY_S, History
 from kvtier.cli import operate
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served as CoreServed
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.protocol import admin_proof
 from kvtier.server import server
-from kvtier.server.registry import SizeClass, SizeClasses
+from kvtier.server.registry import SizeClasses
 from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -47,12 +44,12 @@ LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
 
 
 class Peer:
-    def __init__(self, leases: int) -> None:
+    def __init__(self, leases):
         self.leases = leases
 
 
 class Served(server.Server):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.size_classes = SizeClasses(lambda size: self._store(folder, size), lambda call: call())
         self.counts = Counter(accepted=3, dropped=1)
         self.ready = True
@@ -62,45 +59,45 @@ class Served(server.Server):
         self.lingering = cast(Any, {Peer(1)})
 
     @staticmethod
-    def _store(folder: Path, size: int) -> Store:
+    def _store(folder, size):
         lane = Lane("nvme", 1, urgent_bound=8, bound=8)
         return Store(Pool(2, size), [(NvmeTier(folder / "nvme", 1 << 16, size), lane)])
 
-    def size_class(self) -> SizeClass:
+    def size_class(self):
         return self.size_classes.get(SLOT).result(DEADLINE_S)
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served(tmp_path):
     served = Served(tmp_path)
     yield served
     served.size_classes.close(10.0)
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(tokens)
 
 
-def save(store: Store, run: list[ChunkKey]) -> None:
+def save(store, run):
     with store.save(run) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:] = content(key, len(view))
         lease.commit()
 
 
-def load(store: Store, run: list[ChunkKey]) -> int:
+def load(store, run):
     with store.load(run) as lease:
         while lease.poll().coming:
             store.wait(1.0)
         return lease.poll().ready
 
 
-def settled(store: Store, name: str, count: int) -> None:
+def settled(store, name, count):
     while store.stats().get(name, 0) < count:
         store.wait(0.01)
 
 
-def samples(stats: status.Stats) -> dict[tuple[str, ...], float]:
+def samples(stats):
     """Name and label values -> value, without the size class's label."""
     text = prometheus.exposition(stats).decode()
     return {
@@ -113,7 +110,7 @@ def samples(stats: status.Stats) -> dict[tuple[str, ...], float]:
     }
 
 
-def used(served: Served) -> Store:
+def used(served):
     """Two chunks in RAM and four on disk. One load from RAM, two from the disk, one miss, one
     refusal."""
     size_class = served.size_class()
@@ -129,7 +126,7 @@ def used(served: Served) -> Store:
     return store
 
 
-def test_the_document_the_metrics_and_the_screen_say_what_happened(served: Served) -> None:
+def test_the_document_the_metrics_and_the_screen_say_what_happened(served):
     assert not any(name.startswith("kvtier_held") for name, *_ in samples(status.read(served)))
     used(served)
     stats, shown = status.read(served), samples(status.read(served))
@@ -159,7 +156,7 @@ def test_the_document_the_metrics_and_the_screen_say_what_happened(served: Serve
     assert stats.memory.pools >= 2 * SLOT
 
 
-def test_what_was_not_there_is_counted_by_reason(served: Served) -> None:
+def test_what_was_not_there_is_counted_by_reason(served):
     store = used(served)
     store.decline(keys(1), "slower")
     store.invalidate(keys(3, 4))
@@ -173,7 +170,7 @@ def test_what_was_not_there_is_counted_by_reason(served: Served) -> None:
     assert "computed: 50% forgotten, 25% cold, 25% slower" in operate.screen(status.read(served))
 
 
-def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> None:
+def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path):
     served, spare = Served(tmp_path), ManualLane(bound=1)
     store = Store(Pool(8, SLOT), orders=Adaptive().orders(), spare=spare)
     spare.run()
@@ -219,7 +216,7 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path: Path) -> Non
     served.size_classes.close(10.0)
 
 
-def test_an_hour_is_kept_and_no_more(served: Served) -> None:
+def test_an_hour_is_kept_and_no_more(served):
     store, history = used(served), History(served)
     history.keep()
     store.served(CoreServed(100, {"ram": 40}, keys(9), 10))
@@ -239,7 +236,7 @@ def test_an_hour_is_kept_and_no_more(served: Served) -> None:
         ([f"org/m{number}, process 7" for number in range(9)], ["m8", "m7", "m6", "m5"]),
     ],
 )
-def test_the_models_that_came_last_are_named(served, engines, models) -> None:
+def test_the_models_that_came_last_are_named(served, engines, models):
     size_class = served.size_class()
     for number, engine in enumerate(engines):
         size_class.owner(bytes([number]) * 32, "", engine)
@@ -249,7 +246,7 @@ def test_the_models_that_came_last_are_named(served, engines, models) -> None:
     assert named == {("kvtier_model_info", name) for name in models}
 
 
-def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served: Served) -> None:
+def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served):
     store = used(served)
     assert "saved compute" not in operate.screen(status.read(served)), "no prompt got its blocks"
     early, late = 5000, 30_500  # the second follows as many tokens that the engine has
@@ -265,7 +262,7 @@ def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served: 
     assert "saved compute: 6.6% of the prefill, by 14.1% of the tokens asked for" in screen
 
 
-def test_a_server_that_never_hits_says_why_everywhere(served, caplog) -> None:
+def test_a_server_that_never_hits_says_why_everywhere(served, caplog):
     size_class, clock = served.size_class(), Clock()
     store = size_class.store
     size_class.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
@@ -288,7 +285,7 @@ def test_a_server_that_never_hits_says_why_everywhere(served, caplog) -> None:
     assert samples(status.read(served))["kvtier_zero_hits",] == 0
 
 
-def test_every_series_is_there_before_anything_happens(served: Served) -> None:
+def test_every_series_is_there_before_anything_happens(served):
     served.size_class()
     there = samples(status.read(served))
     tokens = [f"{what}_tokens_total" for what in ("asked", "ideal", "asked_compute")]
@@ -304,11 +301,11 @@ def test_every_series_is_there_before_anything_happens(served: Served) -> None:
         assert there["kvtier_missed_chunks_total", reason] == 0
 
 
-def names_in(text: str) -> set[str]:
+def names_in(text):
     return set(re.findall(r"kvtier_[a-z_]+", text))
 
 
-def known(served: Served) -> set[str]:
+def known(served):
     used(served)
     served.size_class().owner(bytes(32), "", "tiny, process 7")
     store = served.size_class().store
@@ -316,7 +313,7 @@ def known(served: Served) -> set[str]:
     return {name for name, *_ in samples(status.read(served))}
 
 
-def test_the_dashboard_names_metrics_that_exist(served: Served) -> None:
+def test_the_dashboard_names_metrics_that_exist(served):
     board = json.loads((ROOT / "deploy/grafana/kvtier.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked = names_in(" ".join(queries))
@@ -333,7 +330,7 @@ def test_the_dashboard_names_metrics_that_exist(served: Served) -> None:
     assert max(x for x, _ in cells) < 24
 
 
-def test_the_alerts_name_metrics_that_exist(served: Served) -> None:
+def test_the_alerts_name_metrics_that_exist(served):
     (group,) = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
     there = known(served)
     for rule in group["rules"]:
@@ -342,7 +339,7 @@ def test_the_alerts_name_metrics_that_exist(served: Served) -> None:
         assert {"summary", "do"} <= rule["annotations"].keys()
 
 
-def test_the_page_for_operations_names_what_exists_and_every_alert(served: Served) -> None:
+def test_the_page_for_operations_names_what_exists_and_every_alert(served):
     text = (ROOT / "deploy/OPERATIONS.md").read_text()
     of_an_engine = {f"kvtier_server_{name}_total" for name in ("unanswered", "lost")}
     there = known(served) | of_an_engine
@@ -355,16 +352,14 @@ def test_the_page_for_operations_names_what_exists_and_every_alert(served: Serve
     assert all(len(row) == 4 for row in rows) and all(names_in(row[1]) for row in rows[2:])
 
 
-def test_the_page_for_operations_names_the_formats() -> None:
+def test_the_page_for_operations_names_the_formats():
     text = (ROOT / "deploy/OPERATIONS.md").read_text()
     assert f"| NVMe (`index.kvtier`) | {nvme_index.FORMAT_VERSION} |" in text
     assert f"| Redis (`...:{redis_layout.FORMAT_VERSION}:...`) |" in text
     assert f"| bucket (`kvtier-{object_layout.FORMAT_VERSION}/`) |" in text
 
 
-async def _asked(
-    served: Served, path: str, *, far: bool = False, token: str = ""
-) -> tuple[int, Any]:
+async def _asked(served, path, *, far=False, token=""):
     """What is answered at a port of this host, or (``far``) at one that others reach too."""
     served.loop = asyncio.get_running_loop()
     port = bind("http://127.0.0.1:0", token=False, tls=None)._replace(local=not far)
@@ -376,7 +371,7 @@ async def _asked(
         return answer.status, await answer.json()
 
 
-def test_a_server_that_starts_or_stops_is_live_and_not_ready(served: Served) -> None:
+def test_a_server_that_starts_or_stops_is_live_and_not_ready(served):
     served.ready = False
     not_ready = {"live": True, "ready": False, "trouble": []}
     assert asyncio.run(_asked(served, "/healthz/live")) == (200, not_ready)
@@ -387,12 +382,12 @@ def test_a_server_that_starts_or_stops_is_live_and_not_ready(served: Served) -> 
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/healthz/live", "/healthz/ready"])
-def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(served, path) -> None:
+def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(served, path):
     said = ["redis at 10.0.0.7:6379 is away", "engine gpu-7 is not followed"]
     served.trouble = {str(at): words for at, words in enumerate(said)}
     hidden = ["2 in trouble; ask with the token, or see the server's log"]
 
-    def trouble(**how: Any) -> Any:
+    def trouble(**how):
         status_, health = asyncio.run(_asked(served, path, **how))
         assert status_ == (200 if served.ready or path.endswith("live") else 503)
         return health["trouble"]
@@ -403,7 +398,7 @@ def test_beyond_loopback_only_who_has_the_token_is_told_what_is_wrong(served, pa
     assert trouble(far=True) == []
 
 
-def test_a_clock_that_is_set_makes_no_old_request_valid_again(served, monkeypatch) -> None:
+def test_a_clock_that_is_set_makes_no_old_request_valid_again(served, monkeypatch):
     """Two hours later, when it was forgotten that the request was served, the clock goes back. Who
     signs again is served at once."""
     clock, steady = Clock(1e9), Clock()
@@ -411,18 +406,18 @@ def test_a_clock_that_is_set_makes_no_old_request_valid_again(served, monkeypatc
     monkeypatch.setattr("kvtier.admin.http.time.monotonic", steady)
     path = "/v1/configuration"
 
-    async def scenario() -> list[int]:
+    async def scenario():
         served.loop, told = asyncio.get_running_loop(), list[int]()
         port = bind("http://127.0.0.1:0", token=False, tls=None)
         around = admin.Around(None, forms.Configuration([]))
         async with admin.beside(served, port, TOKEN.encode(), around), ClientSession() as session:
 
-            async def ask(headers: dict[str, str]) -> str:
+            async def ask(headers):
                 async with session.get(port.url + path, headers=headers) as answer:
                     told.append(answer.status)
                     return answer.headers[admin_proof.START_HEADER]
 
-            def sign(start: str) -> dict[str, str]:
+            def sign(start):
                 signed = admin_proof.signed(TOKEN.encode(), "GET", path, b"", clock(), start)
                 return {"Authorization": signed}
 
@@ -440,17 +435,17 @@ def test_a_clock_that_is_set_makes_no_old_request_valid_again(served, monkeypatc
     assert asyncio.run(scenario()) == [401, 200, 401, 200, 401, 200, 401, 200]
 
 
-def test_a_bug_is_an_answer_in_words(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_is_an_answer_in_words(served, caplog):
     del served.started
     status_, problem = asyncio.run(_asked(served, "/v1/stats"))
     assert (status_, problem["what"]) == (500, "internal error")
     assert "a bug: GET /v1/stats" in caplog.text
 
 
-def test_a_server_looks_for_hits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_looks_for_hits_by_itself(monkeypatch):
     monkeypatch.setattr(server, "_HITS_CHECKED_S", 0.001)
 
-    async def looked() -> None:
+    async def looked():
         one, seen = server.Server(lambda size: Store(Pool(2, size)), []), asyncio.Event()
         await one.start()
         size_class = await asyncio.wrap_future(one.size_classes.get(SLOT))

@@ -1,11 +1,8 @@
 """``kvtier/admin/openapi.json`` describes the routes that are served and the forms that decode and
 encode them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -17,7 +14,7 @@ DOCUMENT = json.loads(Path(http.__file__).with_name("openapi.json").read_text())
 TOKEN = {"token": list[str]()}
 
 
-def operations() -> dict[tuple[str, str], dict[str, Any]]:
+def operations():
     return {
         (method.upper(), path): operation
         for path, methods in DOCUMENT["paths"].items()
@@ -25,17 +22,17 @@ def operations() -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
-def named(operation: dict[str, Any]) -> set[str]:
+def named(operation):
     return {text.split('"')[0] for text in json.dumps(operation).split("#/components/schemas/")[1:]}
 
 
-def without_prose(part: Any) -> Any:
+def without_prose(part):
     if isinstance(part, dict):
         return {key: without_prose(each) for key, each in part.items() if key != "description"}
     return [without_prose(each) for each in part] if isinstance(part, list) else part
 
 
-def test_each_route_is_described_and_no_other() -> None:
+def test_each_route_is_described_and_no_other():
     assert DOCUMENT["info"]["version"] == kvtier.__version__
     described = operations()
     assert set(described) == {(route.method, route.path) for route in forms.ROUTES}
@@ -47,7 +44,7 @@ def test_each_route_is_described_and_no_other() -> None:
         assert asked == ({route.asks.__name__} if route.asks else set()), route
 
 
-def test_schemas_are_those_of_the_forms() -> None:
+def test_schemas_are_those_of_the_forms():
     described = DOCUMENT["components"]["schemas"]
     known = {**vars(forms), "Stats": Stats, "Moments": Moments}
     used = set[str]().union(*(named(operation) for operation in operations().values()))

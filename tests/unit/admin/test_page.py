@@ -1,8 +1,6 @@
 """The page's file: nothing of another origin is in it, and its policy lets run what is in it and
 nothing else."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -10,7 +8,7 @@ import re
 from kvtier.admin.http import page
 
 
-def test_its_policy_names_what_is_in_it_by_digest_and_nothing_else() -> None:
+def test_its_policy_names_what_is_in_it_by_digest_and_nothing_else():
     body, headers = page()
     policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
     for tag in ("script", "style"):
@@ -21,7 +19,7 @@ def test_its_policy_names_what_is_in_it_by_digest_and_nothing_else() -> None:
     assert policy["connect-src"] == "'self'"
 
 
-def test_it_has_no_outside_asset_and_makes_no_html_of_what_it_is_told() -> None:
+def test_it_has_no_outside_asset_and_makes_no_html_of_what_it_is_told():
     text = page()[0].decode()
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}, (
         "the name of a namespace"

@@ -1,20 +1,17 @@
 """Erase: what one call reaches: RAM, every lower tier, and what engines save or load while it
 runs."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from kvtier.admin.forms import Cleared
 from kvtier.admin.purge import purge
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import may, owner_of
-from kvtier.server.registry import SizeClass, SizeClasses
+from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing import DictTier
 from tests.child_process import DEADLINE_S
@@ -28,30 +25,30 @@ class SharedDict(DictTier):
     """A shared tier that keeps owners and can be searched. ``before`` runs at the beginning of
     every search."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(64, shared=True)
         self.whose: dict[ChunkKey, int] = {}
         self.before: Callable[[], None] = lambda: None
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = 0) -> bool:
+    def write(self, key, data, owner=0):
         self.whose[key] = owner
         return super().write(key, data)
 
-    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+    def owners(self, keys):
         return [self.whose.get(key, 0) for key in keys]
 
-    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+    def held_of(self, owner):
         self.before()
         return [key for key in self.held if may(owner, self.whose.get(key, 0))], True
 
 
 @pytest.fixture
-def tier() -> SharedDict:
+def tier():
     return SharedDict()
 
 
 @pytest.fixture
-def size_class(tier: SharedDict) -> Iterator[tuple[SizeClasses, SizeClass]]:
+def size_class(tier):
     lane = Lane("dict", 2, urgent_bound=64, bound=64)
     size_classes = SizeClasses(
         lambda size: Store(Pool(16, size), [(tier, lane)]), lambda call: call()
@@ -60,23 +57,23 @@ def size_class(tier: SharedDict) -> Iterator[tuple[SizeClasses, SizeClass]]:
     assert size_classes.close(10.0)
 
 
-def save(store: Store, owner: int, *tokens: int) -> list[ChunkKey]:
+def save(store, owner, *tokens):
     keys = LAYOUT.keys(tokens)
     with store.save(keys, owner) as lease:
         lease.commit()
     return keys
 
 
-def purged(size_classes: SizeClasses, namespace: str | None) -> Cleared:
+def purged(size_classes, namespace):
     return asyncio.run(purge(size_classes, namespace, None))
 
 
-def spilled(store: Store, count: int) -> None:
+def spilled(store, count):
     while store.stats().get("dict_stored", 0) < count:
         store.wait(0.01)
 
 
-def test_clearing_everything_reaches_ram_and_the_tiers_below(size_class, tier) -> None:
+def test_clearing_everything_reaches_ram_and_the_tiers_below(size_class, tier):
     size_classes, one = size_class
     save(one.store, OURS, 1, 2)
     save(one.store, THEIRS, 3)
@@ -87,7 +84,7 @@ def test_clearing_everything_reaches_ram_and_the_tiers_below(size_class, tier) -
     assert (tier.held, set(one.store.every_key())) == ({}, set())
 
 
-def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds() -> None:
+def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds():
     tier, lane = DictTier(64), Lane("dict", 1, urgent_bound=64, bound=64)
     tier.held.update(dict.fromkeys(LAYOUT.keys([1, 2, 3]), bytes(SLOT)))
     store = Store(Pool(2, SLOT), [(tier, lane)])
@@ -96,7 +93,7 @@ def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds() -> None:
     assert tier.held == {}
 
 
-def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeClass]) -> None:
+def test_of_a_tenant_only_what_is_its_own(size_class):
     size_classes, one = size_class
     save(one.store, OURS, 1, 2)
     theirs = save(one.store, THEIRS, 3)
@@ -105,13 +102,13 @@ def test_of_a_tenant_only_what_is_its_own(size_class: tuple[SizeClasses, SizeCla
     assert set(one.store.every_key()) == set(theirs)
 
 
-def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(size_class, tier) -> None:
+def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(size_class, tier):
     size_classes, one = size_class
     (key,) = LAYOUT.keys([7])
     tier.write(key, memoryview(bytes(SLOT)), OURS)
     came: list[int] = []
 
-    def load() -> None:
+    def load():
         with one.store.load([key], owner=OURS) as lease:
             while lease.poll().coming:
                 one.store.wait(0.01)
@@ -123,7 +120,7 @@ def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(size_class,
     assert (told.complete, tier.held, set(one.store.every_key())) == (True, {}, set())
 
 
-def test_what_others_wrote_into_a_shared_tier_goes_too(size_class, tier) -> None:
+def test_what_others_wrote_into_a_shared_tier_goes_too(size_class, tier):
     size_classes, one = size_class
     (key,) = LAYOUT.keys([9])
     tier.write(key, memoryview(bytes(SLOT)), OURS)

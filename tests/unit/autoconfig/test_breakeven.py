@@ -1,7 +1,5 @@
 """Break-even lengths, prefill estimates, and LMI's published table for the p4de.24xlarge."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = json.loads(
 )
 
 
-def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never() -> None:
+def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never():
     prefill = PrefillTime(per_token=100e-6)
     assert (
         break_even(10e9, 0.009, 100_000, prefill, 100_000) == 100
@@ -37,7 +35,7 @@ def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never() -> None:
     assert break_even(10e9, 0.0, 100_000, prefill, 10) == 1
 
 
-def test_attention_makes_a_slow_tier_pay_for_long_prompts_only() -> None:
+def test_attention_makes_a_slow_tier_pay_for_long_prompts_only():
     prefill = PrefillTime(per_token=50e-6, per_depth=2e-9)
     # 100 us a token: pays where 1e-9 * n > 50e-6
     assert break_even(1e9, 0.0, 100_000, prefill, 100_000) == 50_000
@@ -52,11 +50,11 @@ def test_attention_makes_a_slow_tier_pay_for_long_prompts_only() -> None:
     st.integers(1, 10**6),
 )
 def test_from_the_break_even_length_on_loading_beats_computing(
-    per_token: float, per_depth: float, bandwidth: float, latency: float, kv_bytes: int
-) -> None:
+    per_token, per_depth, bandwidth, latency, kv_bytes
+):
     prefill = PrefillTime(per_token, per_depth)
 
-    def loading(tokens: int) -> float:
+    def loading(tokens):
         return latency + tokens * kv_bytes / bandwidth
 
     tokens = break_even(bandwidth, latency, kv_bytes, prefill, 10**12)
@@ -66,15 +64,13 @@ def test_from_the_break_even_length_on_loading_beats_computing(
         assert prefill.seconds(tokens - 1) <= loading(tokens - 1) * (1 + 1e-9)
 
 
-def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second() -> (
-    None
-):
+def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second():
     prefill = PrefillTime(1 / 25_000)
     assert break_even(3.2e9, 0.001, 128 * 1024, prefill, 131_072) is None
     assert break_even(3.4e9, 0.001, 128 * 1024, prefill, 131_072) is not None
 
 
-def test_prefill_estimates_are_of_the_right_size() -> None:
+def test_prefill_estimates_are_of_the_right_size():
     a100 = gpu_kind("NVIDIA A100-SXM4-80GB")
     assert a100 is not None
     model = describe(MODELS["qwen2.5-7b"], "7b")
@@ -91,7 +87,7 @@ def test_prefill_estimates_are_of_the_right_size() -> None:
     ("name", "kind"),
     [("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("NVIDIA A10G", "A10G"), ("Quadro", None)],
 )
-def test_gpu_names_are_whole_words(name: str, kind: str | None) -> None:
+def test_gpu_names_are_whole_words(name, kind):
     assert gpu_kind(name) == (gpu_kind(kind) if kind else None)
 
 
@@ -107,8 +103,8 @@ P4DE_AVAILABLE = 1130 * GIB  # of 1152 GiB
 
 @pytest.mark.parametrize(("name", "tensor", "ram_from", "disk_from"), LMI_TABLE)
 def test_lmi_table_is_when_the_working_set_outgrows_the_tier_above(
-    name: str, tensor: int, ram_from: int, disk_from: int
-) -> None:
+    name, tensor, ram_from, disk_from
+):
     model = describe(MODELS[name], name)
     weights, kv_bytes = model.weight_bytes.value, model.kv_bytes_per_token.value
     assert weights and kv_bytes

@@ -1,7 +1,5 @@
 """Threads of a disk: by its kind, and no more than the CPUs can serve."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.core.fact import known
@@ -19,6 +17,6 @@ from kvtier.tiers.nvme.disks import Disk, disk_threads
         (None, 16, 4),
     ],
 )
-def test_threads(device: str | None, cpus: int, threads: int) -> None:
+def test_threads(device, cpus, threads):
     disk = Disk("/kv", device=known(device, "here")) if device else Disk("/kv")
     assert disk_threads(disk, cpus) == threads

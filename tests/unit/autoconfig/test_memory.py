@@ -1,10 +1,7 @@
 """May this process take so much RAM? In made-up machines."""
 
-from __future__ import annotations
-
 import logging
 import re
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +20,7 @@ V2 = "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 V1 = "36 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 
 
-def machine(
-    folder: Path, *, total: int = 64 * GIB, free: int = 64 * GIB, own: int = 0, **files: object
-) -> Path:
+def machine(folder, *, total=64 * GIB, free=64 * GIB, own=0, **files):
     """A /proc and /sys. ``files``: by path, with ``__`` for a slash."""
     status = f"Name:\tx\nRssAnon:\t{own >> 10} kB\nRssShmem:\t999999999 kB\n"
     meminfo = f"MemTotal:       {total >> 10} kB\nMemAvailable:   {free >> 10} kB\n"
@@ -38,7 +33,7 @@ def machine(
     return folder
 
 
-def limited(folder: Path, version: int, limit: int, used: int = 0, own: int = 0) -> Path:
+def limited(folder, version, limit, used=0, own=0):
     """A process two groups below the one that is limited."""
     top = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory"
     membership = "0::/pod/box/leaf\n" if version == 2 else "4:memory:/pod/box/leaf\n0::/\n"
@@ -55,9 +50,7 @@ def limited(folder: Path, version: int, limit: int, used: int = 0, own: int = 0)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_more_than_an_outer_cgroup_allows_is_an_error_in_words(
-    tmp_path: Path, version: int
-) -> None:
+def test_more_than_an_outer_cgroup_allows_is_an_error_in_words(tmp_path, version):
     root = limited(tmp_path, version, 2 * GIB)
     require_ram(2 * GIB, root=root)
     with pytest.raises(ConfigError) as told:
@@ -72,14 +65,14 @@ def test_more_than_an_outer_cgroup_allows_is_an_error_in_words(
         assert words in str(told.value)
 
 
-def test_what_the_process_holds_itself_does_not_go_away(tmp_path: Path) -> None:
+def test_what_the_process_holds_itself_does_not_go_away(tmp_path):
     root = limited(tmp_path, 2, 2 * GIB, own=512 * MIB)
     require_ram(1536 * MIB, root=root)
     with pytest.raises(ConfigError, match=r"of which it needs 512 MiB itself.*below 1\.5 GiB"):
         require_ram(1537 * MIB, root=root)
 
 
-def test_the_index_of_small_chunks_counts(tmp_path: Path) -> None:
+def test_the_index_of_small_chunks_counts(tmp_path):
     root = limited(tmp_path, 2, GIB)
     slots = GIB // (4096 + INDEX_BYTES)
     require_ram(slots * 4096, 4096, root=root)
@@ -87,7 +80,7 @@ def test_the_index_of_small_chunks_counts(tmp_path: Path) -> None:
         require_ram(GIB - (1 << 20), 4096, root=root)
 
 
-def test_more_than_the_machine_has_is_an_error_and_nothing_is_built(tmp_path: Path) -> None:
+def test_more_than_the_machine_has_is_an_error_and_nothing_is_built(tmp_path):
     with pytest.raises(ConfigError, match="MemTotal"):
         require_ram(65 * GIB, root=machine(tmp_path))
     layout = ChunkLayout(bytes(32), 1, 1, (4096,))
@@ -95,15 +88,13 @@ def test_more_than_the_machine_has_is_an_error_and_nothing_is_built(tmp_path: Pa
         assemble(Started(Config().with_keys(ram_bytes=1 << 50)), layout)
 
 
-def reserved(folder: Path, free: int, promised: int) -> Path:
+def reserved(folder, free, promised):
     pages = {"sys__kernel__mm__hugepages__hugepages-2048kB__free_hugepages": free}
     pages["sys__kernel__mm__hugepages__hugepages-2048kB__resv_hugepages"] = promised
     return machine(folder, total=4 * GIB, free=GIB, **pages)
 
 
-def test_what_reserved_huge_pages_hold_is_no_other_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_reserved_huge_pages_hold_is_no_other_memory(tmp_path, caplog):
     root = reserved(tmp_path, free=3 * GIB // (2 * MIB), promised=GIB // (2 * MIB))
     with caplog.at_level(logging.WARNING, "kvtier"):
         require_ram(2 * GIB, root=root)
@@ -118,12 +109,12 @@ def test_what_reserved_huge_pages_hold_is_no_other_memory(
         require_ram(5 * GIB, root=root)
 
 
-def test_where_no_huge_pages_can_be_reserved_none_are_counted(tmp_path: Path) -> None:
+def test_where_no_huge_pages_can_be_reserved_none_are_counted(tmp_path):
     assert not in_reserved_pages(1, machine(tmp_path))
 
 
 @pytest.mark.alone
-def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not() -> None:
+def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not():
     """Whoever attaches to a server could give such pages back, and end it."""
     layout, config = ChunkLayout(bytes(32), 1, 1, (MIB,)), Config().with_keys(ram_bytes=4 * MIB)
     with reserved_pages(2):
@@ -136,9 +127,7 @@ def test_an_engines_store_takes_reserved_pages_and_a_servers_does_not() -> None:
             store.close()
 
 
-def test_more_than_is_free_now_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_than_is_free_now_is_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "kvtier"):
         require_ram(3 * GIB, root=machine(tmp_path / "free", free=4 * GIB))
         require_ram(GIB, root=limited(tmp_path / "used", 2, 2 * GIB, used=GIB))
@@ -150,5 +139,5 @@ def test_more_than_is_free_now_is_a_warning(
     assert "1 GiB that are free now (memory.limit_in_bytes of cgroup /pod less use)" in second
 
 
-def test_a_machine_that_says_nothing_stops_nobody(tmp_path: Path) -> None:
+def test_a_machine_that_says_nothing_stops_nobody(tmp_path):
     require_ram(1 << 50, root=tmp_path)

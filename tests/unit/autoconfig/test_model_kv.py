@@ -1,7 +1,5 @@
 """KV bytes per token and weights from config.json: the published numbers, one row a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "expected"), PUBLISHED)
-def test_kv_bytes_per_token_equal_the_published(name: str, expected: int) -> None:
+def test_kv_bytes_per_token_equal_the_published(name, expected):
     assert kv_shape(MODELS[name]).bytes_per_token == expected
     assert kv_shape(MODELS[name], "fp8").bytes_per_token * 2 == expected
     assert kv_shape(MODELS[name], "float32").bytes_per_token == expected * 2
@@ -41,14 +39,12 @@ def test_kv_bytes_per_token_equal_the_published(name: str, expected: int) -> Non
     ("name", "all_layers", "global_layers"),
     [("gemma-3-27b", 62 * 8 * KIB, 10 * 8 * KIB), ("gemma-3-4b", 34 * 4 * KIB, 5 * 4 * KIB)],
 )
-def test_sliding_window_models_give_both_costs(
-    name: str, all_layers: int, global_layers: int
-) -> None:
+def test_sliding_window_models_give_both_costs(name, all_layers, global_layers):
     shape = kv_shape(MODELS[name])
     assert (shape.bytes_per_token, shape.global_bytes_per_token) == (all_layers, global_layers)
 
 
-def test_unused_sliding_window_is_ignored_and_layer_types_win() -> None:
+def test_unused_sliding_window_is_ignored_and_layer_types_win():
     assert kv_shape(MODELS["qwen2.5-7b"]).global_layers == 28
     kinds = ["sliding_attention", "full_attention", "linear_attention", "full_attention"]
     shape = kv_shape({**MODELS["qwen2.5-7b"], "num_hidden_layers": 4, "layer_types": kinds})
@@ -59,9 +55,7 @@ def test_unused_sliding_window_is_ignored_and_layer_types_win() -> None:
     "quantization",
     [{"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}],
 )
-def test_a_checkpoint_with_fp8_kv_halves_auto_but_not_what_is_asked(
-    quantization: dict[str, Any],
-) -> None:
+def test_a_checkpoint_with_fp8_kv_halves_auto_but_not_what_is_asked(quantization):
     config = {**MODELS["llama-3.1-8b"], "quantization_config": quantization}
     assert kv_shape(config).bytes_per_token == 64 * KIB
     assert kv_shape(config, "bfloat16").bytes_per_token == 128 * KIB
@@ -81,15 +75,13 @@ def test_a_checkpoint_with_fp8_kv_halves_auto_but_not_what_is_asked(
         ("gemma-3-27b", 27.0, 27.0),
     ],
 )
-def test_parameters_within_one_percent_of_the_model_cards(
-    name: str, billions: float, active: float
-) -> None:
+def test_parameters_within_one_percent_of_the_model_cards(name, billions, active):
     total, used = parameters(MODELS[name])
     assert total / 1e9 == pytest.approx(billions, rel=0.01)
     assert used / 1e9 == pytest.approx(active, rel=0.015)
 
 
-def test_weights_are_estimated_by_dtype_and_quantization_and_say_so() -> None:
+def test_weights_are_estimated_by_dtype_and_quantization_and_say_so():
     fp8 = describe(MODELS["deepseek-v3"], "v3").weight_bytes
     assert fp8.value == pytest.approx(671e9, rel=0.01)
     assert "estimated" in fp8.source
@@ -97,7 +89,7 @@ def test_weights_are_estimated_by_dtype_and_quantization_and_say_so() -> None:
     assert describe(awq, "awq").weight_bytes.value == pytest.approx(4.0e9, rel=0.01)
 
 
-def test_errors_name_what_is_missing() -> None:
+def test_errors_name_what_is_missing():
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         kv_shape({"model_type": "mystery"})
     with pytest.raises(ConfigError, match="fp4"):

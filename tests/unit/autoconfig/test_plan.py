@@ -1,8 +1,6 @@
 """make_plan over real kinds of machines: what is set, what is left out, and that the reason is
 said."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import as_json
 from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
-from kvtier.core.fact import Fact, known, unknown
+from kvtier.core.fact import known, unknown
 from kvtier.extensions.objects.parts import ObjectStore
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.tiers.nvme.disks import Disk
@@ -27,11 +24,11 @@ MODELS: dict[str, dict[str, Any]] = json.loads(
 )
 
 
-def seen(value: Any) -> Fact[Any]:
+def seen(value):
     return known(value, "test")
 
 
-def memory(available: float, cgroup: float | None = None, **more: Any) -> Memory:
+def memory(available, cgroup=None, **more):
     """Sizes in GiB. ``cgroup`` None = no limit."""
     fields: dict[str, Any] = {
         "memlock": UNLIMITED,
@@ -47,7 +44,7 @@ def memory(available: float, cgroup: float | None = None, **more: Any) -> Memory
     )
 
 
-def gpus(kind: str, count: int, gib: int) -> Gpus:
+def gpus(kind, count, gib):
     return Gpus(
         seen(count), seen(kind), seen(gib * GIB), known(False, "the driver does not charge it")
     )
@@ -56,7 +53,7 @@ def gpus(kind: str, count: int, gib: int) -> Gpus:
 NO_GPU = Gpus(seen(0))
 
 
-def disk(path: str, free: float, total: float, device: str | None = "nvme", **more: Any) -> Disk:
+def disk(path, free, total, device="nvme", **more):
     """Sizes in GiB."""
     fields = {"filesystem": "xfs", "writable": True, "o_direct": True, "own": 0, **more}
     kind = unknown("hidden") if device is None else seen(device)
@@ -66,11 +63,11 @@ def disk(path: str, free: float, total: float, device: str | None = "nvme", **mo
     )
 
 
-def model(name: str, kv_dtype: str = "auto") -> Model:
+def model(name, kv_dtype="auto"):
     return describe(MODELS[name], name, kv_dtype)
 
 
-def engine(tp: int = 1, dp: int = 1, engines: int = 1, **more: Any) -> Serving:
+def engine(tp=1, dp=1, engines=1, **more):
     given = {
         "tensor_parallel": tp,
         "pipeline_parallel": 1,
@@ -81,7 +78,7 @@ def engine(tp: int = 1, dp: int = 1, engines: int = 1, **more: Any) -> Serving:
     return Serving(**{name: seen(value) for name, value in {**given, **more}.items()})
 
 
-def redis(maxmemory: float | None, used: float = 0, **more: Any) -> Redis:
+def redis(maxmemory, used=0, **more):
     fact = unknown("INFO refused") if maxmemory is None else seen(int(maxmemory * GIB))
     return Redis(
         "redis://cache:6379",
@@ -93,7 +90,7 @@ def redis(maxmemory: float | None, used: float = 0, **more: Any) -> Redis:
     )
 
 
-def bucket(gib: float | None = None, speed: float | None = None, **more: Any) -> ObjectStore:
+def bucket(gib=None, speed=None, **more):
     """``speed`` in bytes a second. None: not measured, and then neither is the latency."""
     return ObjectStore(
         "s3://bucket/prefix",
@@ -143,15 +140,15 @@ class Case(NamedTuple):
     values: dict[str, Any]
 
 
-def case(name: str, facts: Facts, *says: str, ram: float | None = 30, nvme: float | None = 200,
-         path: str | None = "/opt/dlami/nvme", **more: Any) -> Case:  # fmt: skip
+def case(name, facts, *says, ram = 30, nvme = 200,
+         path = "/opt/dlami/nvme", **more):  # fmt: skip
     """What is not given is that of SMALL."""
     if ram is None or path is None:
         path = nvme = None
     return Case(name, facts, ram, path, nvme, says, more.get("values", {}))
 
 
-def on(machine: Facts, name: str, layout: Serving = ONE, **more: Any) -> Facts:
+def on(machine, name, layout=ONE, **more):
     return replace(machine, model=model(name), engine=layout, **more)
 
 
@@ -159,11 +156,11 @@ SMALL = on(G6E, "llama-3.1-8b")
 W8B = 14.957  # GiB of Llama-3.1-8B's weights
 
 
-def with_disk(*disks: Disk) -> Facts:
+def with_disk(*disks):
     return replace(SMALL, disks=disks)
 
 
-def with_memory(*args: Any, **more: Any) -> Facts:
+def with_memory(*args, **more):
     return replace(SMALL, memory=memory(*args, **more))
 
 
@@ -522,7 +519,7 @@ CASES = [
 ]
 
 
-def all_text(plan: Plan) -> str:
+def all_text(plan):
     rows = [
         f"{row.key} {row.value} {row.source}: {row.reason}"
         for row in (*plan.settings, *plan.derived)
@@ -536,16 +533,14 @@ def all_text(plan: Plan) -> str:
     ("model", "tensor", "times"),
     [("deepseek-v3", 8, 1), ("llama-3.1-8b", 16, 2), ("llama-3.1-8b", 4, 1)],
 )
-def test_what_all_ranks_have_is_stored_once_and_what_some_have_by_each(
-    model: str, tensor: int, times: int
-) -> None:
+def test_what_all_ranks_have_is_stored_once_and_what_some_have_by_each(model, tensor, times):
     facts = on(P5, model, engine(tp=tensor))
     shown = {row.key: row.value for row in make_plan(facts).derived}
     assert shown["kv_bytes_per_token"] == times * (facts.model.kv_bytes_per_token.value or 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.name))
-def test_plan(case: Case) -> None:
+def test_plan(case):
     plan = make_plan(case.facts)
     values, text = plan.values(), all_text(plan)
     assert ("ram_bytes" in values) == (case.ram is not None), text
@@ -560,7 +555,7 @@ def test_plan(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.name))
-def test_an_engine_starts_with_the_prefill_time_that_the_plan_is_made_with(case: Case) -> None:
+def test_an_engine_starts_with_the_prefill_time_that_the_plan_is_made_with(case):
     plan = make_plan(case.facts)
     learned = Prefill(plan.prefill)
     for tokens, before in ((1, 0), (2048, 0), (512, 100_000)):
@@ -571,7 +566,7 @@ def test_an_engine_starts_with_the_prefill_time_that_the_plan_is_made_with(case:
     assert PrefillTime(**written) == plan.prefill
 
 
-def test_a_bucket_that_answers_late_pays_for_longer_hits_only() -> None:
+def test_a_bucket_that_answers_late_pays_for_longer_hits_only():
     """A run of 128 chunks is found with eight requests, and read by a ninth."""
     near, far = (
         next(
@@ -587,7 +582,7 @@ def test_a_bucket_that_answers_late_pays_for_longer_hits_only() -> None:
     assert near * 50 < far
 
 
-def test_every_setting_says_where_it_comes_from_and_why() -> None:
+def test_every_setting_says_where_it_comes_from_and_why():
     for case in CASES:
         for row in make_plan(case.facts).settings:
             assert row.source and row.reason, (case.name, row.key)
@@ -601,9 +596,7 @@ def test_every_setting_says_where_it_comes_from_and_why() -> None:
         (GIB, False, ("none", "or sysctl vm.nr_hugepages=")),
     ],
 )
-def test_the_plan_says_what_huge_pages_there_are(
-    reserved: int, makes: bool, shown: tuple[str, str]
-) -> None:
+def test_the_plan_says_what_huge_pages_there_are(reserved, makes, shown):
     facts = replace(
         P5, memory=memory(2020, reserved=reserved, makes_huge=makes), model=model("llama-3.1-8b")
     )

@@ -1,7 +1,5 @@
 """``kvtier plan``'s options, and what it prints."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -27,13 +25,13 @@ MODELS: dict[str, dict[str, Any]] = json.loads(
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1G", "2 gigs"])
-def test_sizes_that_are_none(text: str) -> None:
+def test_sizes_that_are_none(text):
     assert command.size("210GiB") == 210 * GIB
     with pytest.raises(argparse.ArgumentTypeError, match="210GiB"):
         command.size(text)
 
 
-def plan(tmp_path: Path, *options: str, model: str = "qwen2.5-72b") -> int:
+def plan(tmp_path, *options, model="qwen2.5-72b"):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODELS[model]))
     parser = argparse.ArgumentParser()
@@ -44,7 +42,7 @@ def plan(tmp_path: Path, *options: str, model: str = "qwen2.5-72b") -> int:
 P4DE = ("--ram", "1130GiB", "--disk", "7000GiB", "--gpu", "A100-80GB:8", "--tp", "4")
 
 
-def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_it_were_a_p4de(tmp_path, capsys):
     assert plan(tmp_path, *P4DE, "--yaml") == 0
     text = capsys.readouterr().out
     sections = yaml.safe_load(text)
@@ -64,9 +62,7 @@ def test_what_if_it_were_a_p4de(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["values"] == values
 
 
-def test_an_engine_over_two_hosts_keeps_half_of_a_token_on_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_over_two_hosts_keeps_half_of_a_token_on_each(tmp_path, capsys):
     """So each host holds twice the tokens that the same engine's on one host would."""
     found = []
     for more in ((), ("--hosts", "2")):
@@ -84,7 +80,7 @@ def test_an_engine_over_two_hosts_keeps_half_of_a_token_on_each(
         plan(tmp_path, "--tp", "8", "--hosts", "3")
 
 
-def test_what_if_it_were_a_spark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_it_were_a_spark(tmp_path, capsys):
     """Its CPU and GPU share one memory: it is not the model's KV that gets half of it."""
     sizes = ("--ram", "121GiB", "--disk", "3000GiB")
     assert plan(tmp_path, *sizes, "--gpu", "GB10", "--json", model="llama-3.1-8b") == 0
@@ -95,9 +91,7 @@ def test_what_if_it_were_a_spark(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (row["value"], row["source"]) == ("GB10", "what if")
 
 
-def test_the_table_gives_key_value_source_and_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_gives_key_value_source_and_reason(tmp_path, capsys):
     assert plan(tmp_path, *P4DE) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if "kv_bytes_per_token" in line)
@@ -108,9 +102,7 @@ def test_the_table_gives_key_value_source_and_reason(
     assert any(line.split() == ["redis", "no", "URL", "was", "given"] for line in lines)
 
 
-def test_exit_code_says_when_kvtier_stays_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_code_says_when_kvtier_stays_off(tmp_path, capsys):
     assert plan(tmp_path, "--ram", "8GiB", "--gpu", "none") == 1
     assert "nothing: kvtier stays off" in capsys.readouterr().out
 
@@ -118,12 +110,12 @@ def test_exit_code_says_when_kvtier_stays_off(
 @pytest.mark.parametrize(
     ("options", "says"), [(("--tp", "0"), "--tp 0"), (("--gpu", "abacus:3"), "abacus:3")]
 )
-def test_wrong_options_are_named(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+def test_wrong_options_are_named(tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):
         plan(tmp_path, *options)
 
 
-def test_numbers_are_shown_for_people() -> None:
+def test_numbers_are_shown_for_people():
     assert size_text(3 << 40) == "3 TiB"
     assert value_text("ram_bytes", 210 * GIB) == "210 GiB"
     assert value_text("memlock_bytes", UNLIMITED) == "no limit"
@@ -137,7 +129,7 @@ DOCUMENTS, BLOCKS, BLOCK_BYTES = 50, 4, 512 * 320 << 10
 """Documents that come round in turn, of so many blocks of 512 tokens with 320 KiB each."""
 
 
-def trace_file(folder: Path) -> str:
+def trace_file(folder):
     path = folder / "day.jsonl"
     path.write_text(
         "\n".join(
@@ -155,9 +147,7 @@ def trace_file(folder: Path) -> str:
     return str(path)
 
 
-def test_a_trace_sizes_ram_at_the_knee_of_its_curve(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_sizes_ram_at_the_knee_of_its_curve(tmp_path, capsys):
     options = (*P4DE, "--trace", trace_file(tmp_path))
     assert plan(tmp_path, *options, "--json") == 0
     told = json.loads(capsys.readouterr().out)
@@ -179,9 +169,7 @@ def test_a_trace_sizes_ram_at_the_knee_of_its_curve(
     assert why in shown and "trace_knee_bytes" in shown
 
 
-def test_nvme_gets_what_ram_cannot_hold_and_no_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nvme_gets_what_ram_cannot_hold_and_no_more(tmp_path, capsys):
     options = ("--ram", "300GiB", "--disk", "7000GiB", "--gpu", "A100-80GB:8", "--tp", "4")
     assert plan(tmp_path, *options, "--json") == 0
     machine = json.loads(capsys.readouterr().out)["values"]
@@ -196,9 +184,7 @@ def test_nvme_gets_what_ram_cannot_hold_and_no_more(
     assert "the knee: an LRU hits" in reasons["nvme_bytes"]
 
 
-def test_a_machine_that_is_too_small_for_the_knee_gives_what_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_is_too_small_for_the_knee_gives_what_it_has(tmp_path, capsys):
     options = ("--ram", "300GiB", "--disk", "20GiB", "--gpu", "A100-80GB:8", "--tp", "4")
     assert plan(tmp_path, *options, "--trace", trace_file(tmp_path), "--json") == 0
     told = json.loads(capsys.readouterr().out)
@@ -208,15 +194,13 @@ def test_a_machine_that_is_too_small_for_the_knee_gives_what_it_has(
 @pytest.mark.parametrize(
     ("text", "says"), [("1,2\n2,3\n", "counts objects and no tokens"), ("", "has no full block")]
 )
-def test_a_trace_without_tokens_cannot_size_anything(text: str, says: str, tmp_path: Path) -> None:
+def test_a_trace_without_tokens_cannot_size_anything(text, says, tmp_path):
     (tmp_path / "trace").write_text(text)
     with pytest.raises(ConfigError, match=says):
         plan(tmp_path, "--trace", str(tmp_path / "trace"))
 
 
-def test_the_form_of_the_trace_can_be_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_form_of_the_trace_can_be_said(tmp_path, capsys):
     options = (*P4DE, "--trace", trace_file(tmp_path), "--json")
     assert plan(tmp_path, *options, "--format", "mooncake") == 0
     told = capsys.readouterr().out

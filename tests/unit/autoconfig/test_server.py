@@ -1,11 +1,8 @@
 """What a server plans at its start, on machines made of files and of facts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +36,7 @@ Machine = Callable[..., None]
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(tmp_path, monkeypatch):
     """A host of 100 GiB, of which a cgroup leaves so many, with these disks and GPUs."""
     proc, group = tmp_path / "proc", tmp_path / "sys/fs/cgroup/pod"
     (proc / "self").mkdir(parents=True)
@@ -52,10 +49,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(start, "measure", lambda facts: facts)
     monkeypatch.setattr(start, "reusable", lambda disk, server: disk)
 
-    def make(gib: int, *disks: Disk, gpus: Gpus | None = None) -> None:
+    def make(gib, *disks, gpus=None):
         (group / "memory.max").write_text(str(gib * GIB))
 
-        def probe(paths: list[str]) -> tuple[Disk, ...]:
+        def probe(paths):
             return tuple(replace(disk, path=path) for disk in disks for path in paths) or disks
 
         monkeypatch.setattr(start, "probe_disks", probe)
@@ -64,19 +61,17 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return make
 
 
-def planned(**env: str) -> Config:
+def planned(**env):
     return start.sized(load(env=AUTO | env))
 
 
-def test_without_the_switch_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_switch_nothing_is_looked_at(monkeypatch):
     monkeypatch.setattr(start, "probe_host", lambda *_, **__: pytest.fail("it was"))
     config = load(env={})
     assert start.sized(config) is config
 
 
-def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(machine, caplog):
     """One server for all ranks: no share is set aside for others. The engines' chunks are not its
     to size."""
     machine(40, DISK)
@@ -102,15 +97,13 @@ def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(
     assert "; half of what is free: --trace says what more would bring (statvfs)" in disk
 
 
-def test_servers_of_one_host_get_equal_shares(machine: Machine) -> None:
+def test_servers_of_one_host_get_equal_shares(machine):
     machine(40, DISK)
     config = planned(KVTIER_HOST_ENGINES="2")
     assert (config.ram.bytes_, config.nvme.bytes_) == (10 * GIB, 100 * GIB)
 
 
-def test_what_is_set_by_hand_holds_and_the_log_says_whose_word_it_was(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_set_by_hand_holds_and_the_log_says_whose_word_it_was(machine, caplog):
     machine(40, DISK)
     with caplog.at_level(logging.INFO, "kvtier"):
         config = planned(
@@ -124,9 +117,7 @@ def test_what_is_set_by_hand_holds_and_the_log_says_whose_word_it_was(
     assert "nvme_path /mnt/other (yours;" in caplog.text
 
 
-def test_without_a_disk_a_server_has_ram_and_says_so(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_disk_a_server_has_ram_and_says_so(machine, caplog):
     machine(40)
     with caplog.at_level(logging.INFO, "kvtier"):
         config = planned()
@@ -136,7 +127,7 @@ def test_without_a_disk_a_server_has_ram_and_says_so(
     assert planned(KVTIER_NVME_PATH="/mnt/slow").nvme.path is None
 
 
-def test_no_room_is_refused_in_an_engines_words(machine: Machine) -> None:
+def test_no_room_is_refused_in_an_engines_words(machine):
     machine(4, DISK)
     with pytest.raises(ConfigError, match="auto-config finds no room for a RAM tier: ") as refused:
         planned()
@@ -146,9 +137,7 @@ def test_no_room_is_refused_in_an_engines_words(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("read", "used"), [(4e9, True), (1e9, False)])
-def test_a_disk_pays_where_a_long_prompt_of_a_usual_model_comes_sooner(
-    machine: Machine, read: float, used: bool
-) -> None:
+def test_a_disk_pays_where_a_long_prompt_of_a_usual_model_comes_sooner(machine, read, used):
     """On an H100, whose prefill is fast: 4 GB/s, and not 1 GB/s."""
     fast = known(read, "measured")
     gpus = Gpus(known(1, "t"), known("NVIDIA H100 80GB HBM3", "t"), pin_charged=known(False, "t"))
@@ -159,7 +148,7 @@ def test_a_disk_pays_where_a_long_prompt_of_a_usual_model_comes_sooner(
 # ---- the next start ------------------------------------------------------------------------------
 
 
-def chunks(folder: Path, size: int) -> int:
+def chunks(folder, size):
     """An earlier run's file. Returns the bytes that it has on the disk."""
     folder.mkdir(parents=True)
     file = folder / "slots.kvtier"
@@ -167,7 +156,7 @@ def chunks(folder: Path, size: int) -> int:
     return file.stat().st_blocks * 512
 
 
-def test_servers_and_engines_count_their_own_files_alone(tmp_path: Path) -> None:
+def test_servers_and_engines_count_their_own_files_alone(tmp_path):
     """An engine's chunks in the same folder are no room for a server, nor the other way round."""
     theirs = chunks(tmp_path / "kv/slots-8192", MIB) + chunks(tmp_path / "kv/slots-4096", MIB)
     engines = chunks(tmp_path / "kv/replica1", 3 * MIB)
@@ -186,8 +175,8 @@ def test_servers_and_engines_count_their_own_files_alone(tmp_path: Path) -> None
 
 
 def test_a_folder_that_a_dead_engine_left_is_named_to_the_server_that_lacks_the_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     """README's first block and then its second, on one host."""
     engines = tmp_path / "kv"
     tier = NvmeTier(engines, 96 * MIB, MIB)
@@ -217,7 +206,7 @@ def test_a_folder_that_a_dead_engine_left_is_named_to_the_server_that_lacks_the_
     assert servers.endswith(f"kvtier clear --folder {with_chunks}")
 
 
-def test_the_next_start_keeps_its_folder_and_its_size(machine: Machine) -> None:
+def test_the_next_start_keeps_its_folder_and_its_size(machine):
     """The other disk seems twice as fast this time. What the first start took counts as free."""
     here, other = DISK, replace(DISK, path="/data/kvtier", read_speed=known(2e9, "measured"))
     machine(40, here, other)
@@ -232,12 +221,12 @@ def test_the_next_start_keeps_its_folder_and_its_size(machine: Machine) -> None:
     assert planned().nvme.path == other.path
 
 
-def test_the_facts_are_of_one_server(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_are_of_one_server(machine, monkeypatch):
     """Not of an engine with the server's address, which has no store of its own."""
     machine(40, DISK)
     seen: list[Facts] = []
 
-    def measure(facts: Facts) -> Facts:
+    def measure(facts):
         seen.append(facts)
         return facts
 

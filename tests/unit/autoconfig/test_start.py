@@ -1,7 +1,5 @@
 """What an engine's start settles before anything is planned."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -40,11 +38,11 @@ ROOMY = Memory(available=known(2000 * GIB, "test"), cgroup_headroom=known(1 << 6
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_timed(monkeypatch):
     monkeypatch.setattr(start, "measure", lambda facts: facts)
 
 
-def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace:
+def engine(model, tensor, block, longest):
     hf_config = SimpleNamespace(to_dict=lambda: MODELS[model])
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -58,7 +56,7 @@ def engine(model: str, tensor: int, block: int, longest: int) -> SimpleNamespace
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_a_plan_leaves_the_size_of_a_chunk_alone(model: str) -> None:
+def test_a_plan_leaves_the_size_of_a_chunk_alone(model):
     """Engines without the switch, which share with those that have it, would have another."""
     serving, described = probe_engine(engine(model, 8, 16, 32_768))
     gpus = Gpus(
@@ -69,9 +67,7 @@ def test_a_plan_leaves_the_size_of_a_chunk_alone(model: str) -> None:
     assert "chunk_tokens" not in as_yaml(plan)
 
 
-def test_what_a_hit_saves_is_the_engines_own_models_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_a_hit_saves_is_the_engines_own_models_and_the_log_says_so(caplog):
     """8.03 billion parameters, and 2 * 32 layers * 32 heads * 128 operations of attention for each
     pair of tokens."""
     caplog.set_level("INFO", "kvtier")
@@ -84,13 +80,13 @@ def test_what_a_hit_saves_is_the_engines_own_models_and_the_log_says_so(
     assert "token 30632 (the model's config.json)" in caplog.text
 
 
-def test_of_a_model_that_says_nothing_of_its_shape_a_typical_one_is_assumed() -> None:
+def test_of_a_model_that_says_nothing_of_its_shape_a_typical_one_is_assumed():
     config = engine("llama-3.1-8b", 1, 16, 32_768)
     config.model_config.hf_config = SimpleNamespace(to_dict=dict)
     assert compute_for_engine(config, 64) == SavedCompute(64)
 
 
-def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_one_host_get_equal_shares(monkeypatch):
     monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     config = engine("llama-3.1-8b", 1, 16, 8192)
     plans = [plan_for_engine(config, NO_DISK.with_keys(host_engines=engines)) for engines in (1, 4)]
@@ -104,14 +100,12 @@ def test_engines_of_one_host_get_equal_shares(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_an_engine_that_comes_later_gets_what_the_first_one_got(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_comes_later_gets_what_the_first_one_got(monkeypatch):
     """The first one's pool is no longer available, but counts for what is shared out."""
     config, free = engine("llama-3.1-8b", 1, 16, 8192), [1000 * GIB]
     held = [0]
 
-    def memory() -> Memory:
+    def memory():
         seen = known(free[0], "test")
         return Memory(
             available=seen, cgroup_headroom=known(1 << 62, "test"), pools=known(held[0], "test")
@@ -128,7 +122,7 @@ def test_an_engine_that_comes_later_gets_what_the_first_one_got(
     assert shares[0] == shares[1] > 200 * GIB
 
 
-def test_the_estimate_of_the_prefill_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_of_the_prefill_needs_no_room(monkeypatch):
     """An engine beside a server asks for it alone, and may have no RAM left for a tier."""
     monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     monkeypatch.setattr(start, "probe_gpus", lambda: Gpus(known(0, "test")))
@@ -138,7 +132,7 @@ def test_the_estimate_of_the_prefill_needs_no_room(monkeypatch: pytest.MonkeyPat
     assert prefill_for_engine(config) == full and full.per_token > 0
 
 
-def test_pools_are_found_and_each_is_counted_once(tmp_path: Path) -> None:
+def test_pools_are_found_and_each_is_counted_once(tmp_path):
     """In a made-up /proc that shows this process twice."""
     for number in "12":
         (tmp_path / "proc" / number).mkdir(parents=True)
@@ -155,7 +149,7 @@ def test_pools_are_found_and_each_is_counted_once(tmp_path: Path) -> None:
 # ---- what is said of it --------------------------------------------------------------------------
 
 
-def rows_of(text: str) -> dict[str, str]:
+def rows_of(text):
     """Lines of the part "What is set", by their key."""
     part = text.partition("What is set")[2].partition("Left out")[0]
     return {
@@ -163,9 +157,7 @@ def rows_of(text: str) -> dict[str, str]:
     }
 
 
-def test_the_table_shows_what_is_used_and_whose_word_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_table_shows_what_is_used_and_whose_word_it_was(monkeypatch):
     monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), NO_DISK)
     planned = size_text(int(plan.values()["ram_bytes"]))
@@ -193,7 +185,7 @@ def test_the_table_shows_what_is_used_and_whose_word_it_was(
     )
 
 
-def test_an_engines_log_has_the_plan_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_log_has_the_plan_in_one_line(monkeypatch):
     """With what the operator decided, and without the tiers that nobody asked for."""
     monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), NO_DISK)
@@ -207,9 +199,7 @@ def test_an_engines_log_has_the_plan_in_one_line(monkeypatch: pytest.MonkeyPatch
     assert line.startswith(f"ram_bytes 4 GiB (yours; the plan would be {planned})")
 
 
-def test_an_engines_start_tells_what_it_finds_of_its_bucket(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engines_start_tells_what_it_finds_of_its_bucket(monkeypatch):
     """It is tried: here nobody listens. The operator's word stays, with the reason beside it."""
     monkeypatch.setattr(start, "probe_memory", lambda: ROOMY)
     url = "s3://bucket/prefix"
@@ -226,7 +216,7 @@ def test_an_engines_start_tells_what_it_finds_of_its_bucket(
     assert rows_of(table(plan, used))["object_url"].endswith(f"yours; the plan would be {url}")
 
 
-def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch):
     small = Memory(available=known(64 * GIB, "test"), cgroup_headroom=known(64 * GIB, "test"))
     monkeypatch.setattr(start, "probe_memory", lambda: small)
     plan = plan_for_engine(engine("llama-3.1-8b", 1, 16, 8192), NO_DISK)
@@ -237,7 +227,7 @@ def test_lmis_sizes_that_were_too_much_show_as_the_plans(monkeypatch: pytest.Mon
     assert "yours" not in row and size_text(int(plan.values()["ram_bytes"])) in row
 
 
-def test_the_configuration_in_a_line_masks_passwords_and_leaves_defaults_out() -> None:
+def test_the_configuration_in_a_line_masks_passwords_and_leaves_defaults_out():
     config = load(
         env={"KVTIER_RAM_BYTES": "4GiB", "KVTIER_REDIS_URL": "redis://me:S3cret@host:1/0"}
     )

@@ -1,14 +1,9 @@
 """Machines whose CPU and GPU share one memory, as files: how they are seen, and what is planned."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import summary
 from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.plan import make_plan
@@ -25,7 +20,7 @@ JETSON = "NVIDIA Jetson AGX Orin Developer Kit"
 AMD_CPU = "cpu_cores_count 32\nsimd_count 0\ngfx_target_version 0\ndevice_id 0\n"
 
 
-def apu(target: int, device: int) -> str:
+def apu(target, device):
     return f"cpu_cores_count 0\nsimd_count 80\ngfx_target_version {target}\ndevice_id {device}\n"
 
 
@@ -37,7 +32,7 @@ HALO, RADEON, MI300A, MI300X = (
 )
 
 
-def machine(folder: Path, files: dict[str, str]) -> Path:
+def machine(folder, files):
     made = {"proc/meminfo": "MemTotal: 126976000 kB\nMemAvailable: 120000000 kB\n", **files}
     for name, text in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +79,7 @@ APART: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_a_gpu_without_memory_of_its_own_is_seen(tmp_path: Path, name: str) -> None:
+def test_a_gpu_without_memory_of_its_own_is_seen(tmp_path, name):
     files, product = SHARED[name]
     root = machine(tmp_path, files)
     assert shared_memory(root).value == product and shared_memory(root).source.startswith("/")
@@ -94,13 +89,13 @@ def test_a_gpu_without_memory_of_its_own_is_seen(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", APART)
-def test_other_machines_are_as_they_were(tmp_path: Path, name: str) -> None:
+def test_other_machines_are_as_they_were(tmp_path, name):
     root = machine(tmp_path, APART[name])
     assert shared_memory(root).value is None
     assert probe_gpus(root).shared.value is None
 
 
-def test_nvidia_smi_has_the_last_word(tmp_path: Path) -> None:
+def test_nvidia_smi_has_the_last_word(tmp_path):
     """It tells the size of a card on a Jetson's board, and of a shared memory it tells none."""
     jetson = machine(tmp_path, SHARED["Jetson"][0])
     assert read_gpus("Orin (nvgpu), [N/A]\n", jetson).shared.value == "Orin (nvgpu)"
@@ -124,7 +119,7 @@ GRACE = {
 }
 
 
-def test_gpu_memory_that_the_kernel_counts_as_ram_is_no_room(tmp_path: Path) -> None:
+def test_gpu_memory_that_the_kernel_counts_as_ram_is_no_room(tmp_path):
     """A Grace superchip in the driver's NUMA mode: its GPU has memory, which Linux lists as a node
     without CPUs. Without the driver's word a node is the host's."""
     memory = probe_memory(machine(tmp_path / "numa", GRACE))
@@ -142,7 +137,7 @@ def test_gpu_memory_that_the_kernel_counts_as_ram_is_no_room(tmp_path: Path) -> 
 # ---- what is planned -----------------------------------------------------------------------------
 
 
-def seen(value: Any) -> Fact[Any]:
+def seen(value):
     return known(value, "test")
 
 
@@ -172,11 +167,11 @@ CARD = replace(SPARK, gpus=replace(SPARK.gpus, shared=unknown("a card")))
 STARTED = Serving(started=seen(True), kv_cache_tokens=seen(100_000))
 
 
-def rows(plan: Plan) -> dict[str, Any]:
+def rows(plan):
     return {row.key: row.value for row in (*plan.derived, *plan.settings)}
 
 
-def test_where_memory_is_shared_ram_keeps_slots_for_loads_and_the_disk_the_chunks() -> None:
+def test_where_memory_is_shared_ram_keeps_slots_for_loads_and_the_disk_the_chunks():
     plan = make_plan(SPARK)
     found = rows(plan)
     assert found["ram_bytes"] == 2 * 32_768 * (128 << 10), "two long contexts, one of 64k"
@@ -189,7 +184,7 @@ def test_where_memory_is_shared_ram_keeps_slots_for_loads_and_the_disk_the_chunk
     assert "unified_memory" not in elsewhere and "gpu_memory_utilization" not in elsewhere
 
 
-def test_one_long_context_has_room_and_longer_ones_take_an_eighth_at_most() -> None:
+def test_one_long_context_has_room_and_longer_ones_take_an_eighth_at_most():
     model = replace(SPARK.model, max_tokens=seen(1 << 20))
     assert rows(make_plan(replace(SPARK, model=model)))["ram_bytes"] == 121 * GIB // 8 >> 20 << 20
     thick = replace(SPARK.model, kv_bytes_per_token=seen(600 << 10), weight_bytes=seen(20 * GIB))
@@ -197,31 +192,31 @@ def test_one_long_context_has_room_and_longer_ones_take_an_eighth_at_most() -> N
     assert found["ram_bytes"] == 32_768 * (600 << 10) > 121 * GIB // 8
 
 
-def test_a_recorded_day_makes_no_more_room_where_memory_is_shared() -> None:
+def test_a_recorded_day_makes_no_more_room_where_memory_is_shared():
     class Day:
         name, block_tokens = "day", 16
         curve = type("Curve", (), {"requests": 1, "asked": 1, "unique": 1})()
 
-        def enough(self, kv_bytes: int, limit: int, above: int = 0) -> int:
+        def enough(self, kv_bytes, limit, above=0):
             return limit
 
-        def knee(self, kv_bytes: int, above: int = 0) -> int:
+        def knee(self, kv_bytes, above=0):
             return 1 << 50
 
-        def largest(self, kv_bytes: int) -> int:
+        def largest(self, kv_bytes):
             return 1 << 50
 
-        def percent(self, kv_bytes: int, size: int) -> str:
+        def percent(self, kv_bytes, size):
             return "9%"
 
-        def why(self, kv_bytes: int, size: int) -> str:
+        def why(self, kv_bytes, size):
             return "curve"
 
     found = rows(make_plan(replace(SPARK, trace=Day())))
     assert found["ram_bytes"] == 8 * GIB and found["nvme_bytes"] > 2600 * GIB
 
 
-def test_an_engine_that_took_its_share_leaves_what_it_leaves() -> None:
+def test_an_engine_that_took_its_share_leaves_what_it_leaves():
     """At its start the weights and the KV cache are out of what is available already."""
     left = replace(SPARK, memory=replace(SPARK.memory, available=seen(12 * GIB)), engine=STARTED)
     found = rows(make_plan(left))
@@ -233,7 +228,7 @@ def test_an_engine_that_took_its_share_leaves_what_it_leaves() -> None:
     assert any("a lower --gpu-memory-utilization" in text for text in full.warnings)
 
 
-def test_chunks_have_nowhere_to_stay_without_a_disk() -> None:
+def test_chunks_have_nowhere_to_stay_without_a_disk():
     plan = make_plan(replace(SPARK, disks=()))
     assert any("no disk tier: what leaves the RAM tier's slots is lost" in w for w in plan.warnings)
     assert not any("no disk tier" in text for text in make_plan(SPARK).warnings)
@@ -256,8 +251,6 @@ CUMEM = "--enable-cumem-allocator"
         ("AMD Strix Halo", [], {}, None),
     ],
 )
-def test_the_allocator_that_vllm_wants_there_is_named(
-    machine_name: str | None, arguments: list[str], env: dict[str, str], lacks: str | None
-) -> None:
+def test_the_allocator_that_vllm_wants_there_is_named(machine_name, arguments, env, lacks):
     said = allocator(arguments, env, Fact(machine_name, "test"))
     assert (lacks in said) if lacks else said == ""

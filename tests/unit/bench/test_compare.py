@@ -1,7 +1,5 @@
 """The comparison's arithmetic, its arms and its files, without any server."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace
@@ -13,7 +11,7 @@ import pytest
 from kvtier.bench import readme
 from kvtier.bench.compare.__main__ import draw, write
 from kvtier.bench.compare.calls import Step
-from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender, names, rendered
+from kvtier.bench.compare.peers.contenders import CONTENDERS, names, rendered
 from kvtier.bench.compare.result import Again, Effort, Pair, Run, about, cpu_row, efforts, rows
 from kvtier.bench.long_doc_qa.arms import Sizes
 from kvtier.bench.long_doc_qa.work import Workload
@@ -26,14 +24,14 @@ SIZES = Sizes(Workload([1], 4, 8192, 128, 8, 1), Geometry(128, 256, 28 << 10))
 VALUES = names(SIZES, Path("/place"), Path("/run"), 1001)
 
 
-def outcomes(*ttft: float, tokens: int = 7, cached: int = 50) -> list[Outcome]:
+def outcomes(*ttft, tokens=7, cached=50):
     return [
         Outcome(place, 0, False, 0.0, one, sum(ttft), True, 100, 1, cached, tokens=[tokens])
         for place, one in enumerate(ttft)
     ]
 
 
-def arms(*named: str) -> list[Contender]:
+def arms(*named):
     return [CONTENDERS[name] for name in named]
 
 
@@ -50,7 +48,7 @@ RUNS = [
 BY_NAME = {row.name: row for row in rows(ALL, RUNS)}
 
 
-def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process() -> None:
+def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process():
     assert "vllm-prefix-cache: load cost" not in BY_NAME
     ours, theirs = BY_NAME["kvtier-ram: load cost"], BY_NAME["lmcache-ram: load cost"]
     assert ours.value == pytest.approx(0.225), "the median of .2 .2 .3 .25"
@@ -61,7 +59,7 @@ def test_load_cost_is_what_a_hit_costs_more_than_a_warm_one_in_the_same_process(
     assert {one.like for one in CONTENDERS.values()} - {None} <= CONTENDERS.keys()
 
 
-def test_other_answers_are_told_of_every_round() -> None:
+def test_other_answers_are_told_of_every_round():
     told = about(ALL, RUNS, {})
     assert [told[one]["answers_unlike_none"] for one in ("lmcache-ram", "kvtier-ram")] == [2, 0]
     assert told["none"]["answers_unlike_none"] is None
@@ -70,7 +68,7 @@ def test_other_answers_are_told_of_every_round() -> None:
     assert about(ALL, more, {})["kvtier-ram"]["answers_unlike_none"] == 2
 
 
-def test_a_second_engine_and_a_restart_tell_what_they_found() -> None:
+def test_a_second_engine_and_a_restart_tell_what_they_found():
     again = Again(outcomes(0.6, 0.3, cached=60))
     run = Run("lmcache-redis", outcomes(0.3), second=again, restart=Again(error="no port"))
     found = {row.name: row.value for row in rows(ALL, [run])}
@@ -92,7 +90,7 @@ STEPS = [
 ]
 
 
-def test_a_step_belongs_to_the_answer_before_whose_note_it_ended() -> None:
+def test_a_step_belongs_to_the_answer_before_whose_note_it_ended():
     assert efforts(NOTES, STEPS) == [
         Effort(0.5, {"load": 0.75, "meta": 0.5}, 0.125),
         Effort(1.5, {"meta": 1.0, "save": 2.0}),
@@ -101,13 +99,13 @@ def test_a_step_belongs_to_the_answer_before_whose_note_it_ended() -> None:
     assert efforts([(1.0, 5.0), (2.0, None)], STEPS[:0]) == [Effort(None)]
 
 
-def pair(cpu: float, *, cached: int = GIB // 4, **loads: float) -> Pair:
+def pair(cpu, *, cached=GIB // 4, **loads):
     loaded = Outcome(0, 0, False, 0.0, 0.5, 1.0, True, 100, 1, cached)
     warm = Outcome(0, 1, False, 0.0, 0.25, 1.0, True, 100, 1, cached)
     return Pair(loaded, warm, Effort(2.0 + cpu, loads, 0.002), Effort(2.0, {"load": 1.0}, 0.001))
 
 
-def test_cpu_time_is_a_median_over_pairs_with_its_error() -> None:
+def test_cpu_time_is_a_median_over_pairs_with_its_error():
     """Tokens of one byte: four hits are a GiB. Of 36 pairs the 12th and the 25th bound the
     median."""
     found = cpu_row([pair(0.001 * one) for one in (*range(1, 36), 1000)], 1)
@@ -120,7 +118,7 @@ def test_cpu_time_is_a_median_over_pairs_with_its_error() -> None:
         assert cpu_row(few, 1) is None
 
 
-def run(arm: str, scale: float, *, known: bool = True) -> Run:
+def run(arm, scale, *, known=True):
     """A second in the fill's connector, and a load of half a second, for ``scale`` = 1."""
     twos = [pair(0.02 * scale, load=1.0 + 0.5 * scale), pair(0.06 * scale, load=1.0 + 0.5 * scale)]
     made = [effort for two in twos for effort in (two.load, two.rest)]
@@ -136,7 +134,7 @@ def run(arm: str, scale: float, *, known: bool = True) -> Run:
     )
 
 
-def test_rows_hold_the_engines_time_and_cpu_time_against_kvtiers() -> None:
+def test_rows_hold_the_engines_time_and_cpu_time_against_kvtiers():
     found = {
         row.name: row for row in rows(ALL, [run("kvtier-ram", 1.0), run("lmcache-ram", 3.0)], 1)
     }
@@ -157,13 +155,13 @@ def test_rows_hold_the_engines_time_and_cpu_time_against_kvtiers() -> None:
 
 
 @pytest.mark.parametrize("one", CONTENDERS.values(), ids=lambda one: one.name)
-def test_every_template_can_be_filled_in(one: Contender) -> None:
+def test_every_template_can_be_filled_in(one):
     parts = (one.connector, one.yaml, one.env, one.beside)
     text = json.dumps([rendered(part, VALUES) for part in parts if part])
     assert "{ram" not in text and "{port" not in text and "{run" not in text
 
 
-def test_a_peer_that_is_not_installed_says_how_to_install_it() -> None:
+def test_a_peer_that_is_not_installed_says_how_to_install_it():
     missing = replace(CONTENDERS["lmcache-ram"], peer="lmcache-0.0.0")
     assert missing.obstacle == "lmcache-0.0.0 is not installed: make peers"
     assert not CONTENDERS["kvtier-ram"].obstacle
@@ -172,7 +170,7 @@ def test_a_peer_that_is_not_installed_says_how_to_install_it() -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_run_survives_its_file() -> None:
+def test_a_run_survives_its_file():
     again = Again(outcomes(0.6), "no port")
     for one in (*RUNS, replace(run("kvtier-ram", 1.0), second=again, mode="V2")):
         told = msgspec.json.decode(msgspec.json.encode(one), type=Run)
@@ -180,9 +178,7 @@ def test_a_run_survives_its_file() -> None:
         assert told.fill_efforts == list(one.fill_efforts) and told.second == one.second
 
 
-def test_the_page_tells_what_was_measured_and_why_an_arm_did_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_tells_what_was_measured_and_why_an_arm_did_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     shape = {"num_documents": 8, "document_length": 8000, "question_length": 1, "output_len": 1}
     given = argparse.Namespace(arms=ALL, output=tmp_path / "compare.json", rounds=1, **shape)

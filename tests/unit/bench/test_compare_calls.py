@@ -1,19 +1,16 @@
 """How the comparison times connectors: calls, look-ups, steps."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier.bench.compare import calls, serving
-from kvtier.bench.compare.calls import Spent, Step, read, timed
+from kvtier.bench.compare.calls import Spent, read, timed
 from kvtier.bench.compare.peers.contenders import CONTENDERS, names
 from kvtier.bench.long_doc_qa.arms import Sizes
 from kvtier.bench.long_doc_qa.work import Workload
@@ -25,12 +22,12 @@ SIZES = Sizes(Workload([1], 3, 2048, 128, 8, 1), Geometry(128, 256, 28 << 10))
 class Base:
     """vLLM's, as far as it matters here."""
 
-    def get_transfer_results(self, finished: set[str]) -> Any:
+    def get_transfer_results(self, finished):
         return finished
 
-    def clear_connector_metadata(self) -> None: ...
+    def clear_connector_metadata(self): ...
 
-    def take_events(self) -> tuple[()]:
+    def take_events(self):
         return ()
 
 
@@ -39,26 +36,26 @@ class Real(Base):
 
     clock: Callable[[], float]
 
-    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request, computed):
         self.clock()
         return request.answers.pop(0), False
 
-    def wait_for_save(self, *, fails: bool = False) -> str:
+    def wait_for_save(self, *, fails=False):
         self.clock()
         if fails:
             raise OSError("the disk is full")
         self.save_kv_layer("0")
         return "saved"
 
-    def save_kv_layer(self, name: str) -> None:
+    def save_kv_layer(self, name):
         self.clock()
 
 
 @pytest.fixture
-def connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def connector(tmp_path, monkeypatch):
     now = [0.0]
 
-    def clock() -> float:
+    def clock():
         now[0] += 1.0
         return now[0]
 
@@ -69,13 +66,13 @@ def connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made()
 
 
-def steps(tmp_path: Path) -> list[Step]:
+def steps(tmp_path):
     return read(tmp_path / "calls") or []
 
 
 def test_each_half_writes_its_steps_and_what_an_entry_calls_of_another_is_counted_once(
-    connector: Any, tmp_path: Path
-) -> None:
+    connector, tmp_path
+):
     """Two of Real's ticks and the one that ends the span. A failed call took its time too."""
     assert read(tmp_path / "calls") is None
     connector.get_transfer_results({"a"})  # what it has from vLLM is not timed
@@ -94,13 +91,11 @@ def test_each_half_writes_its_steps_and_what_an_entry_calls_of_another_is_counte
     assert worker.at < scheduler.at
 
 
-def request(name: str, *answers: int | None) -> Any:
+def request(name, *answers):
     return types.SimpleNamespace(request_id=name, answers=list(answers))
 
 
-def test_a_look_up_lasts_from_the_first_question_to_the_definite_answer(
-    connector: Any, tmp_path: Path
-) -> None:
+def test_a_look_up_lasts_from_the_first_question_to_the_definite_answer(connector, tmp_path):
     """A question is four ticks from its beginning to its end; another request's come between."""
     asked, quick = request("slow", None, None, 256), request("quick", 0)
     connector.get_num_new_matched_tokens(asked, 0)
@@ -114,7 +109,7 @@ def test_a_look_up_lasts_from_the_first_question_to_the_definite_answer(
     assert first.look_ups == [] and quick_s == 4.0 and slow_s > 3 * quick_s
 
 
-def test_vllm_calls_nothing_in_a_step_that_is_not_timed() -> None:
+def test_vllm_calls_nothing_in_a_step_that_is_not_timed():
     """Each hook of vLLM's connector is an entry, or is known to be none of a step's. Read, as its
     import is slow."""
     vllm = importlib.util.find_spec("vllm")
@@ -142,13 +137,13 @@ def test_vllm_calls_nothing_in_a_step_that_is_not_timed() -> None:
     assert {"start_load_kv", "build_connector_meta"} <= hooks
 
 
-def decorated(one: ast.expr) -> str:
+def decorated(one):
     """Nothing for what is abstract only."""
     return one.id if isinstance(one, ast.Name) and one.id != "abstractmethod" else ""
 
 
 @pytest.mark.parametrize("name", [one.name for one in CONTENDERS.values() if one.connector])
-def test_every_arms_connector_is_timed(name: str) -> None:
+def test_every_arms_connector_is_timed(name):
     one, values = CONTENDERS[name], names(SIZES, Path("/place"), Path("/run"), 1)
     server = serving.server(one, Path("/model"), SIZES, values, "second")
     given = json.loads(server._command[server._command.index("--kv-transfer-config") + 1])

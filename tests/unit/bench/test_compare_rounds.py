@@ -1,22 +1,17 @@
 """Which questions the comparison asks of an arm, of which engine, and when: with an engine that
 only takes notes."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.bench.compare import rounds
 from kvtier.bench.compare.peers.contenders import CONTENDERS
-from kvtier.bench.compare.result import Run
 from kvtier.bench.processes.servers import ServerError
 from kvtier.bench.requests import client as bench_client
 from kvtier.bench.requests.client import Outcome
@@ -29,21 +24,21 @@ CALLS = '{{"at": {}, "calls": {{"start_load_kv": 0.25}}, "look_ups": [0.5]}}\n'
 class Notes:
     """A server and its client in one. ``events`` is shared by an arm's two servers."""
 
-    def __init__(self, name: str, events: list[str], file: Path) -> None:
+    def __init__(self, name, events, file):
         self.name, self.events, self.file = name, events, file
         self.base_url, self.pid = name, os.getpid()
         self.asked: list[Ask] = []
         self.broken = False
 
-    def start(self) -> None:
+    def start(self):
         self.events.append(f"{self.name} starts")
         if self.broken:
             raise ServerError("no port is free")
 
-    def stop(self) -> None:
+    def stop(self):
         self.events.append(f"{self.name} stops")
 
-    def run(self, asks: Sequence[Ask], inflight: int, on_done: Callable[[], None]) -> list[Outcome]:
+    def run(self, asks, inflight, on_done):
         assert inflight == 1
         outcomes = []
         for ask in asks:
@@ -58,14 +53,14 @@ class Notes:
 
 
 @pytest.fixture
-def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def arm(tmp_path, monkeypatch):
     """``arm(name)`` makes what serves. Its servers are the clients too."""
     served: dict[str, Notes] = {}
     monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
     monkeypatch.setattr(rounds, "_REST_S", 0.0)
     monkeypatch.setattr(bench_client, "connect", lambda url, *_: (served[url], range(100, 2000)))
 
-    def make(name: str) -> rounds.Serving:
+    def make(name):
         events: list[str] = []
         first, second = (Notes(one, events, tmp_path / one) for one in ("first", "second"))
         served.update(first=first, second=second)
@@ -75,11 +70,11 @@ def arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def run(serving: rounds.Serving, *, last: bool = True) -> Run:
+def run(serving, *, last=True):
     return rounds.measured(ARGUMENTS, serving, last)
 
 
-def test_a_second_engine_asks_while_the_first_runs_and_before_it_is_restarted(arm: Any) -> None:
+def test_a_second_engine_asks_while_the_first_runs_and_before_it_is_restarted(arm):
     serving = arm("kvtier-server")
     found = run(serving)
     events = ["second starts", "second answers 3", "second stops"]
@@ -90,7 +85,7 @@ def test_a_second_engine_asks_while_the_first_runs_and_before_it_is_restarted(ar
     assert len(set(asked)) == len(asked), "questions of different rounds are different ones"
 
 
-def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(arm: Any) -> None:
+def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(arm):
     serving = arm("lmcache-redis")
     serving.second.broken = True
     found = run(serving)
@@ -99,7 +94,7 @@ def test_a_second_engine_that_does_not_start_is_the_arms_failure_and_is_stopped(
     assert [one.ttft for one in found.restart.outcomes] == [0.1] * 3
 
 
-def test_every_ask_of_the_pairs_has_its_cpu_time_and_its_calls(arm: Any, tmp_path: Path) -> None:
+def test_every_ask_of_the_pairs_has_its_cpu_time_and_its_calls(arm, tmp_path):
     found = run(arm("kvtier-ram"), last=False)
     assert [one.document for one in found.pairs[::2]] == [0, 1, 2] * 12
     assert [one.document for one in found.pairs[1::2]] == [0, 1, 2] * 12
@@ -114,7 +109,7 @@ def test_every_ask_of_the_pairs_has_its_cpu_time_and_its_calls(arm: Any, tmp_pat
     assert effort.calls is None and effort.look_up_s is None and effort.cpu_s is not None
 
 
-def test_cpu_time_is_that_of_a_process_and_its_descendants() -> None:
+def test_cpu_time_is_that_of_a_process_and_its_descendants():
     told = ["sh", "-c", "sleep 60 & echo $!; wait"]
     with subprocess.Popen(told, stdout=subprocess.PIPE, start_new_session=True) as shell:
         try:

@@ -1,15 +1,12 @@
 """``make demo`` and Long Doc QA as commands whose output is no terminal, over a stand-in for vLLM's
 server: lines while they run, a bound, and the table of what is there when something ends them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +74,7 @@ sys.exit(command(sys.argv[2:]))
 
 
 @contextmanager
-def started(folder: Path, words: Sequence[str], up: int = 99) -> Iterator[subprocess.Popen[str]]:
+def started(folder, words, up=99):
     """A benchmark in a process group of its own, as ``make`` starts it. Of its servers ``up`` come
     up."""
     (folder / "stand_in.py").write_text(STAND_IN)
@@ -103,7 +100,7 @@ def started(folder: Path, words: Sequence[str], up: int = 99) -> Iterator[subpro
         process.wait()
 
 
-def until(process: subprocess.Popen[str], words: str) -> str:
+def until(process, words):
     """Its output up to the first line with these words."""
     assert process.stdout is not None
     lines = []
@@ -114,18 +111,18 @@ def until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"{words!r} was not told: {''.join(lines)}")
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process):
     told, _ = process.communicate(timeout=DEADLINE_S)
     return process.returncode, told
 
 
-def arms(folder: Path) -> set[str]:
+def arms(folder):
     """The arms in the file of results."""
     found: dict[str, Any] = json.loads((folder / "out/long_doc_qa.json").read_text())
     return set(found["arms"])
 
 
-def alive(folder: Path) -> list[str]:
+def alive(folder):
     """Processes whose environment names the folder."""
     return [
         entry.name
@@ -134,14 +131,14 @@ def alive(folder: Path) -> list[str]:
     ]
 
 
-def _environment(entry: Path) -> bytes:
+def _environment(entry):
     try:
         return (entry / "environ").read_bytes()
     except OSError:
         return b""
 
 
-def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path: Path) -> None:
+def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path):
     with started(tmp_path, ["demo"]) as process:
         said = until(process, "At most 300 s")
         said += until(process, " arms, about 1 minute: kvtier-ram, kvtier-nvme-restart, none, ")
@@ -155,7 +152,7 @@ def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path: Path) -> No
     assert alive(tmp_path) == []
 
 
-def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path: Path) -> None:
+def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path):
     """The engine does not come up a second time, and the bound's alarm ends the wait."""
     with started(tmp_path, ["demo"], up=1) as process:
         until(process, "server restarts ...")
@@ -168,9 +165,7 @@ def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(tmp_path, number):
     """Twice, as make passes on what its group got already."""
     with started(tmp_path, ["demo"], up=1) as process:
         said = until(process, "server restarts ...")
@@ -185,7 +180,7 @@ def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(
     assert alive(tmp_path) == []
 
 
-def test_long_doc_qa_keeps_its_arms_too(tmp_path: Path) -> None:
+def test_long_doc_qa_keeps_its_arms_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     words = ["qa", "--model", str(tmp_path), "--arms", "none,kvtier-ram", "--settle-seconds", "0"]
     with started(tmp_path, words, up=1) as process:
@@ -198,7 +193,7 @@ def test_long_doc_qa_keeps_its_arms_too(tmp_path: Path) -> None:
     assert arms(tmp_path) == {"none"}
 
 
-def test_flags_of_long_doc_qa_want_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_long_doc_qa_want_all(capsys):
     from kvtier.bench import demo
 
     with pytest.raises(SystemExit):
@@ -219,13 +214,8 @@ STORY = ["kvtier-ram", "kvtier-nvme-restart", "none"]
     ],
 )
 def test_documents_and_arms_are_those_for_which_there_is_time(
-    costs: Costs,
-    tokens: int,
-    arms: list[str],
-    minutes: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    costs, tokens, arms, minutes, capsys, monkeypatch
+):
     """``costs``: as on hosts of 1 to 200 seconds for an engine's start."""
     monkeypatch.setattr("shutil.which", lambda name: name)
     args: Any = SimpleNamespace(document_length=4096)
@@ -236,9 +226,7 @@ def test_documents_and_arms_are_those_for_which_there_is_time(
     assert args.document_length == tokens and f"3 documents of {tokens:,} tokens" in said
 
 
-def test_a_long_round_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_round_says_how_far_it_is(monkeypatch, capsys):
     clock = iter([0.0, 10.0, 31.0, 40.0, 62.0, 70.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     with command.progress_bars() as progress:

@@ -1,9 +1,5 @@
 """The GPU benchmark's parts, small and on CPU tensors: it has to run the day a GPU is there."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,21 +13,19 @@ SMALL = {"7B": 64, "8B": 128}
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     for name, size in SMALL.items():
         monkeypatch.setitem(copies.SHAPES, name, (2, size))
 
 
-def test_without_cuda_it_says_so_and_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_cuda_it_says_so_and_exits_with_2(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["--output", str(tmp_path / "gpu.json")]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_every_row_of_copies_stands_beside_its_limit() -> None:
+def test_every_row_of_copies_stands_beside_its_limit():
     rows = measure_copies(["7B", "8B"], 1024, 2, CPU)
 
     each = [
@@ -49,13 +43,13 @@ def test_every_row_of_copies_stands_beside_its_limit() -> None:
     assert len(speeds) == 4 and all(row.value and row.ratio and row.limit for row in speeds)
 
 
-def test_wrong_bytes_stop_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_stop_the_benchmark(monkeypatch):
     monkeypatch.setattr(copies.Paged, "save", lambda _: None)
     with pytest.raises(SystemExit, match="not what was saved"):
         measure_copies(["7B"], 1024, 2, CPU)
 
 
-def test_slowdown_is_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowdown_is_of_the_whole_run(monkeypatch):
     monkeypatch.setattr("kvtier.bench.gpu.compute.WEIGHTS", {"7B": 1.0, "8B": 1.0})
     rows = measure_slowdown(["7B", "8B"], 2, CPU, width=64)
     assert [(row.unit, row.limit) for row in rows] == [("%", 3.0)] * 2

@@ -1,13 +1,10 @@
 """What counts in the benchmark of loads in parts, and its rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +23,11 @@ from kvtier.bench.compare.in_parts.engine import BLOCK, Answer, Window
 from kvtier.core.pool import Pool
 
 
-def answer(cost_ms: float, *, cached: int = 64, begun: int = 0, **places: int) -> Answer:
+def answer(cost_ms, *, cached=64, begun=0, **places):
     return Answer(0.5 + cost_ms / 1000, 0.5, [cached], begun, places)
 
 
-def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None:
+def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers():
     told = Told()
     for cost in (10, 30, 20):
         told.add(f"NVMe, {WHOLE}, 64", answer(cost, nvme=2), 64, None)
@@ -46,7 +43,7 @@ def test_costs_stand_beside_the_same_loads_without_parts_and_the_peers() -> None
     assert rows["64 tokens from NVMe: loads that began early"].value == 1
 
 
-def test_a_gap_stands_beside_that_of_the_same_load_whole_and_of_the_peer() -> None:
+def test_a_gap_stands_beside_that_of_the_same_load_whole_and_of_the_peer():
     told = Told()
     for name, longest in ((VLLM, 40), (f"NVMe, {WHOLE}", 20), (f"NVMe, {IN_PARTS}", 30)):
         one = replace(answer(10, begun=1), longest=longest / 1000)
@@ -57,7 +54,7 @@ def test_a_gap_stands_beside_that_of_the_same_load_whole_and_of_the_peer() -> No
     assert [row.ratio for row in felt[1:]] == pytest.approx([0.5, 1.5])
 
 
-def test_a_window_counts_the_gaps_that_lie_in_it_at_least_in_part() -> None:
+def test_a_window_counts_the_gaps_that_lie_in_it_at_least_in_part():
     window = Window.of([0.0, 1.0, 2.0, 3.5, 5.0, 6.0], arrival=3.0, ttft=1.5, cached=7)
     assert (window.quiet, window.gaps) == ([1.0, 1.0], [1.5, 1.5])
     assert window.lost == 1.0
@@ -83,7 +80,7 @@ print(found)
 """
 
 
-def test_a_file_keeps_loads_in_parts_out_of_a_running_engine(tmp_path: Path) -> None:
+def test_a_file_keeps_loads_in_parts_out_of_a_running_engine(tmp_path):
     files = {f"COMPARE_{one.upper()}": str(tmp_path / one) for one in ("whole", "begun", "pool")}
     command = [sys.executable, "-c", SWITCHED]
     told = subprocess.check_output(command, env=os.environ | files, text=True)
@@ -92,9 +89,7 @@ def test_a_file_keeps_loads_in_parts_out_of_a_running_engine(tmp_path: Path) -> 
     assert json.loads((tmp_path / "pool").read_text()) == ["/where", 3, 4096]
 
 
-def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(
-    tmp_path: Path,
-) -> None:
+def test_direct_reads_pass_through_an_engines_slots_and_leave_them_as_they_were(tmp_path):
     own = Pool(4, 4096)
     own.buffer[:] = told = os.urandom(len(own.buffer))
     lab: Any = SimpleNamespace(folder=tmp_path)

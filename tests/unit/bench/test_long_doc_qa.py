@@ -1,18 +1,14 @@
 """Long Doc QA's parts that need no engine: prompts, cache sizes, counters, sums, files, the client,
 server refusal."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -34,12 +30,12 @@ from kvtier.bench.requests.prompts import Ask
 DOCUMENT, QUESTION = 64, 8
 
 
-def work(documents: int = 3, **more: Any) -> Workload:
+def work(documents=3, **more):
     shape = {"repeat_count": 1, **more}
     return Workload(range(100, 2000), documents, DOCUMENT, QUESTION, 4, **shape)
 
 
-def shared_prefix(one: Ask, other: Ask) -> int:
+def shared_prefix(one, other):
     same = [left == right for left, right in zip(one.prompt, other.prompt, strict=True)]
     return same.index(False) if False in same else len(same)
 
@@ -47,7 +43,7 @@ def shared_prefix(one: Ask, other: Ask) -> int:
 # -- workload --------------------------------------------------------------------------------------
 
 
-def test_a_query_shares_its_document_and_nothing_more_with_the_warm_up() -> None:
+def test_a_query_shares_its_document_and_nothing_more_with_the_warm_up():
     warm = {ask.document: ask for ask in work().warm_up()}
     for ask in work(repeat_count=2).queries():
         assert len(ask.prompt) == DOCUMENT + QUESTION
@@ -59,7 +55,7 @@ def test_a_query_shares_its_document_and_nothing_more_with_the_warm_up() -> None
     ("mode", "expected"),
     [("tile", [0, 1, 2, 0, 1, 2]), ("interleave", [0, 0, 1, 1, 2, 2]), ("random", None)],
 )
-def test_repeat_modes_order_the_documents(mode: str, expected: list[int] | None) -> None:
+def test_repeat_modes_order_the_documents(mode, expected):
     asks = work(repeat_count=2, repeat_mode=mode).queries()
     order = [ask.document for ask in asks]
     assert expected is None or order == expected
@@ -68,7 +64,7 @@ def test_repeat_modes_order_the_documents(mode: str, expected: list[int] | None)
     assert len({tuple(ask.prompt) for ask in asks}) == 6
 
 
-def test_unseen_documents_come_between_the_queries() -> None:
+def test_unseen_documents_come_between_the_queries():
     asks = work(4, hit_miss_ratio=(2, 1)).queries()
     assert [ask.is_miss for ask in asks] == [False, False, True] * 2
     assert len({ask.document for ask in asks}) == 6
@@ -79,7 +75,7 @@ def test_unseen_documents_come_between_the_queries() -> None:
 SIZES = Sizes(work(8, repeat_count=2), Geometry(16, 32, 2**16))
 
 
-def test_only_the_bound_arm_keeps_the_documents_on_the_gpu() -> None:
+def test_only_the_bound_arm_keeps_the_documents_on_the_gpu():
     blocks = {name: SIZES.gpu_blocks(arm) for name, arm in ARMS.items()}
     assert min(blocks.values()) > 2 * SIZES.request_blocks, "the requests in flight must run"
     assert blocks.pop(GPU_HIT) > 8 * DOCUMENT // 16 > max(blocks.values())
@@ -88,9 +84,7 @@ def test_only_the_bound_arm_keeps_the_documents_on_the_gpu() -> None:
     assert connected == set(ARMS) - {NONE, GPU_HIT}
 
 
-def test_ram_of_the_nvme_arm_holds_the_requests_in_flight_but_not_the_documents(
-    tmp_path: Path,
-) -> None:
+def test_ram_of_the_nvme_arm_holds_the_requests_in_flight_but_not_the_documents(tmp_path):
     names = SIZES.names(tmp_path, tmp_path)
     ram, nvme = (filled(ARMS[f"kvtier-{one}"].kvtier or {}, names) for one in ("ram", "nvme"))
     documents = 8 * DOCUMENT * 2**16 / 2**20
@@ -109,7 +103,7 @@ OLDER = (
 )
 
 
-def test_hits_are_read_by_tier_and_summed_over_engines() -> None:
+def test_hits_are_read_by_tier_and_summed_over_engines():
     places = [("0", "device", "128.0"), ("1", "device", "64.0"), ("0", "host", "1.024e+03")]
     places += [("0", "disk", "512.0"), ("0", "p2p", "256.0")]
     lines = [f'{BY_SOURCE}{{engine="{one}",source="{at}"}} {n}\n' for one, at, n in places]
@@ -119,18 +113,18 @@ def test_hits_are_read_by_tier_and_summed_over_engines() -> None:
     assert parse_hits("other_total 1") is None
 
 
-def outcome(document: int, ttft: float, tokens: list[int], start: float = 0.0) -> Outcome:
+def outcome(document, ttft, tokens, start=0.0):
     end, count = start + 2 * ttft, len(tokens)
     return Outcome(document, 0, False, start, ttft, end, True, 72, count, 64, tokens=tokens)
 
 
-def two_rounds(second_tokens: list[int]) -> list[Round]:
+def two_rounds(second_tokens):
     none = [outcome(0, 1.0, [5, 6]), outcome(1, 3.0, [7, 8], 2.0)]
     ram = [outcome(0, 0.1, [5, 6]), outcome(1, 0.3, second_tokens, 0.2)]
     return [Round(NONE, none, {"gpu": 0.0}), Round("kvtier-ram", ram, {"ram": 128.0})]
 
 
-def test_an_answer_that_differs_or_is_missing_is_said_by_arm() -> None:
+def test_an_answer_that_differs_or_is_missing_is_said_by_arm():
     for tokens in ([7, 9], []):
         rounds = two_rounds(tokens)
         rounds[1].outcomes[1].successful = bool(tokens)
@@ -142,15 +136,13 @@ def test_an_answer_that_differs_or_is_missing_is_said_by_arm() -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def arguments(*given: str) -> argparse.Namespace:
+def arguments(*given):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return chosen(parser.parse_args(list(given)), Workload, PRESETS)
 
 
-def test_results_have_the_one_form_and_the_arms(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_have_the_one_form_and_the_arms(tmp_path, capsys):
     args = arguments("--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model"))
     none, ram = two_rounds([7, 8])
     mode = "Model Runner V2, async scheduling"
@@ -175,7 +167,7 @@ def test_results_have_the_one_form_and_the_arms(
     assert width == 1200
 
 
-def test_different_answers_and_failed_requests_fail_the_run(tmp_path: Path) -> None:
+def test_different_answers_and_failed_requests_fail_the_run(tmp_path):
     given = ["--output-dir", str(tmp_path)]
     assert long_doc_qa.conclude(arguments(*given), two_rounds([1, 1])) == 0
     assert long_doc_qa.conclude(arguments(*given, "--require-same-tokens"), two_rounds([1, 1])) == 1
@@ -184,9 +176,7 @@ def test_different_answers_and_failed_requests_fail_the_run(tmp_path: Path) -> N
     assert long_doc_qa.conclude(arguments(*given), rounds) == 1
 
 
-def test_the_command_of_a_result_holds_no_absolute_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_of_a_result_holds_no_absolute_path(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = [str(tmp_path / "x.py"), f"--out={tmp_path}/a/b", "/elsewhere/c", "--n", "3"]
     monkeypatch.setattr(sys, "argv", words)
@@ -195,7 +185,7 @@ def test_the_command_of_a_result_holds_no_absolute_path(
 
 
 @pytest.mark.parametrize("given", ["--arms=none,nope", "--hit-miss-ratio=0:1", "--num-documents=0"])
-def test_wrong_flags_are_refused(given: str) -> None:
+def test_wrong_flags_are_refused(given):
     with pytest.raises(SystemExit):
         arguments(given)
 
@@ -207,11 +197,11 @@ class Plain(BaseHTTPRequestHandler):
     """An OpenAI-compatible server that knows none of vLLM's additions. Refuses prompts that hold
     the word bad."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         known = self.path == "/v1/models"
         self.send(200 if known else 404, json.dumps({"data": [{"id": "m"}]}))
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/v1/completions":
             return self.send(404, "{}")
@@ -222,18 +212,18 @@ class Plain(BaseHTTPRequestHandler):
         data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         return self.send(200, data)
 
-    def send(self, status: int, text: str) -> None:
+    def send(self, status, text):
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         """Silent."""
 
 
 @pytest.fixture
-def plain_server() -> Iterator[str]:
+def plain_server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Plain) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -242,7 +232,7 @@ def plain_server() -> Iterator[str]:
         thread.join()
 
 
-def test_a_plain_server_is_asked_with_text_and_a_refusal_is_an_outcome(plain_server: str) -> None:
+def test_a_plain_server_is_asked_with_text_and_a_refusal_is_an_outcome(plain_server):
     client, words = connect(plain_server + "/v1", None, 30)
     assert (client.model, client.vllm) == ("m", False) and isinstance(words[0], str)
     done: list[None] = []
@@ -254,9 +244,7 @@ def test_a_plain_server_is_asked_with_text_and_a_refusal_is_an_outcome(plain_ser
     assert not bad.successful and "HTTP 400" in bad.error
 
 
-def test_a_measured_round_of_a_running_server_ends_in_files(
-    plain_server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_measured_round_of_a_running_server_ends_in_files(plain_server, tmp_path, capsys):
     shape = ["--num-documents=2", "--document-length=12", "--repeat-count=2", "--settle-seconds=0"]
     words = ["--base-url", plain_server, "--output-dir", str(tmp_path), *shape]
     assert long_doc_qa.main(words) == 0
@@ -280,15 +268,13 @@ def test_a_measured_round_of_a_running_server_ends_in_files(
         ({"gpu": 64.0}, {"gpu": 64.0}, "Another --shuffle-seed gives new ones."),
     ],
 )
-def test_of_a_running_server_it_is_told_whose_hits_they_were(
-    first: dict[str, float], hits: dict[str, float], told: str
-) -> None:
+def test_of_a_running_server_it_is_told_whose_hits_they_were(first, hits, told):
     cold = Round("cold", [outcome(0, 1.0, [1])], first)
     again = Round("server", [outcome(0, 0.1, [1])], hits)
     assert told in verdict(summarise([cold, again]))[1]
 
 
-def test_the_preset_is_the_published_shape_and_flags_beat_it() -> None:
+def test_the_preset_is_the_published_shape_and_flags_beat_it():
     preset = arguments("--preset", "lmi")
     lmi = (preset.num_documents, preset.document_length, preset.max_inflight_requests)
     assert lmi == (46, 10000, 4)
@@ -301,9 +287,7 @@ def test_the_preset_is_the_published_shape_and_flags_beat_it() -> None:
     assert "documents (default: 8; lmi: 46)" in shown and "(default: 20000; lmi: 10000)" in shown
 
 
-def test_a_colour_of_the_picture_means_one_source(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_colour_of_the_picture_means_one_source(monkeypatch, tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     kept: list[Any] = []
     monkeypatch.setattr(pyplot, "close", kept.append)
@@ -318,9 +302,7 @@ def test_a_colour_of_the_picture_means_one_source(
         assert [patch.get_facecolor() for patch in axis.patches] == expected
 
 
-def test_a_server_that_does_not_come_up_is_refused_with_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_come_up_is_refused_with_the_end_of_its_log(tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "_SERVER", "http.server")  # takes no --model, so it ends at once
     with pytest.raises(ServerError, match=r"ended with status 2(.|\n)*invalid int value"):
         VllmServer("m", [], {"A": "1"}, tmp_path / "log").start()

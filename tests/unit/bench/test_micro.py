@@ -1,7 +1,5 @@
 """``make bench`` runs every file of ``bench/micro``: each is a program that says what it does."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path
@@ -14,9 +12,7 @@ PROGRAMS = sorted(path.stem for path in MICRO.glob("[a-z]*.py"))
 
 @pytest.mark.filterwarnings("ignore")  # of torch, and of a module that another test has imported
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_runs_by_its_name(
-    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_runs_by_its_name(program, monkeypatch, capsys):
     """In this process: one of its own would import vLLM and torch for a line of help."""
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit) as ended:

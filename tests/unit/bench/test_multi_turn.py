@@ -1,12 +1,9 @@
 """The multi-turn benchmark without engines: conversations, what clients send, sums, files, and
 refusals in words."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +18,12 @@ from kvtier.bench.multi_turn.work import Conversations
 from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Client
 from kvtier.core.errors import ConfigError
-from tests.stub_engine import StubEngine, stub_engines
+from tests.stub_engine import stub_engines
 
 WORDS = range(100, 2000)
 
 
-def work(**more: Any) -> Conversations:
+def work(**more):
     sizes: dict[str, Any] = {
         "words": WORDS,
         "think_seconds": 0.0,
@@ -39,7 +36,7 @@ def work(**more: Any) -> Conversations:
     return Conversations(**(sizes | more))
 
 
-def arguments(*words: str) -> argparse.Namespace:
+def arguments(*words):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(words)
@@ -48,7 +45,7 @@ def arguments(*words: str) -> argparse.Namespace:
 # ---- the workload --------------------------------------------------------------------------------
 
 
-def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all() -> None:
+def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all():
     sizes = Sizes(work(sessions=8), 1.5, Geometry(16, 32, 2**16))
     conversation = sizes.max_model_len // 16
     assert conversation < sizes.gpu_blocks - 1 <= 2 * conversation
@@ -56,7 +53,7 @@ def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all
     assert Sizes(work(), 0.0, Geometry(16, 32, 2**16)).gpu_blocks > 1
 
 
-def test_engines_with_stores_of_their_own_have_no_more_ram_than_a_server(tmp_path: Path) -> None:
+def test_engines_with_stores_of_their_own_have_no_more_ram_than_a_server(tmp_path):
     sizes = Sizes(work(sessions=8), 1.5, Geometry(16, 32, 2**16))
     arguments_of = arguments("--model", "m")
     own, shared = (
@@ -72,12 +69,12 @@ def test_engines_with_stores_of_their_own_have_no_more_ram_than_a_server(tmp_pat
 # ---- what clients do -----------------------------------------------------------------------------
 
 
-def talk(engine: StubEngine, by: str | None, pause: Pause | None = None, **more: Any) -> list[Turn]:
+def talk(engine, by, pause=None, **more):
     asker = Client(f"http://127.0.0.1:{engine.port}", "stub", True, 20.0)
     return Talk(asker, work(**more), by, lambda: None, pause).run()
 
 
-def test_a_prompt_is_everything_that_was_said_before() -> None:
+def test_a_prompt_is_everything_that_was_said_before():
     with stub_engines(1) as (engine,):
         turns = talk(engine, "user")
     assert [turn.question for turn in turns] == [1, 2, 3] * 3
@@ -94,7 +91,7 @@ def test_a_prompt_is_everything_that_was_said_before() -> None:
 
 
 @pytest.mark.parametrize("by", ["header", "user", "cookie", None])
-def test_only_what_was_chosen_names_the_conversation(by: str | None) -> None:
+def test_only_what_was_chosen_names_the_conversation(by):
     with stub_engines(1) as (engine,):
         talk(engine, by, sessions=1)
     for body, headers in engine.asked:
@@ -102,7 +99,7 @@ def test_only_what_was_chosen_names_the_conversation(by: str | None) -> None:
         assert ("user" in body) == (by == "user")
 
 
-def test_a_turn_that_fails_is_asked_again_and_its_time_counts_from_the_first_try() -> None:
+def test_a_turn_that_fails_is_asked_again_and_its_time_counts_from_the_first_try():
     with stub_engines(1) as (engine,):
         engine.dies = True
         turns = talk(engine, None, sessions=1)
@@ -110,7 +107,7 @@ def test_a_turn_that_fails_is_asked_again_and_its_time_counts_from_the_first_try
     assert turns[0].ttft is not None and turns[0].ttft > 0.5 > (turns[1].ttft or 0)
 
 
-def test_all_conversations_pause_after_a_turn_and_what_happens_there_happens_once() -> None:
+def test_all_conversations_pause_after_a_turn_and_what_happens_there_happens_once():
     acts: list[int] = []
     with stub_engines(1) as (engine,):
         turns = talk(engine, None, Pause(2, lambda: acts.append(len(engine.asked))))
@@ -121,12 +118,12 @@ def test_all_conversations_pause_after_a_turn_and_what_happens_there_happens_onc
 # ---- sums and files ------------------------------------------------------------------------------
 
 
-def turn(session: int, number: int, ttft: float, engine: str = "engine-1", cached: int = 0) -> Turn:
+def turn(session, number, ttft, engine="engine-1", cached=0):
     told = (True, 100, 2, cached, "", [number, session], "", engine)
     return Turn(session, number, False, 0.0, ttft, 1.0, *told, tries=1)
 
 
-def runs() -> list[Run]:
+def runs():
     base = [turn(0, 1, 3.0), turn(0, 2, 4.0, "engine-2")]
     base += [turn(1, 1, 3.0), turn(1, 2, 2.0, "engine-2")]
     best = [turn(0, 1, 3.0), turn(0, 2, 0.5, "engine-2", 90)]
@@ -134,7 +131,7 @@ def runs() -> list[Run]:
     return [Run(BASE, base, {"gpu": 0.0}), Run(STICKY_SHARED, best, {"ram": 170.0}, "engine-1", 1)]
 
 
-def test_later_turns_are_held_against_round_robin_without_kvtier() -> None:
+def test_later_turns_are_held_against_round_robin_without_kvtier():
     rows = {row.name: row for row in rows_of(runs())}
     row = rows[f"{STICKY_SHARED}: ttft of turns >= 2"]
     assert [row.value, row.limit, row.ratio] == pytest.approx([0.6, 1.5, 0.2])
@@ -142,7 +139,7 @@ def test_later_turns_are_held_against_round_robin_without_kvtier() -> None:
     assert (base.ratio, base.limit) == (1, None)
 
 
-def test_moved_conversations_are_those_whose_engine_died() -> None:
+def test_moved_conversations_are_those_whose_engine_died():
     killed = runs()[1]
     assert [(one.document, one.question) for one in killed.moved] == [(0, 2)]
     assert as_json(killed, runs()[0])["killed"]["moved_cached_share"] == 0.9
@@ -150,9 +147,7 @@ def test_moved_conversations_are_those_whose_engine_died() -> None:
     assert cached_share(killed.later) == 0.85
 
 
-def test_answers_that_differ_and_turns_that_failed_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_that_differ_and_turns_that_failed_are_told(tmp_path, capsys):
     base, best = runs()
     best.turns[3].tokens = [9]
     args = arguments("--model", "m", "--output-dir", str(tmp_path))
@@ -168,7 +163,7 @@ def test_answers_that_differ_and_turns_that_failed_are_told(
     assert {path.name for path in tmp_path.iterdir()} == written
 
 
-def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
+def test_the_files_have_every_turn_and_the_machine(tmp_path):
     table, path = write(tmp_path, runs(), workload={"turns": 2})
     told = json.loads(path.read_text())
     assert told["machine"]["cores"] and told["command"] and told["workload"] == {"turns": 2}
@@ -177,9 +172,7 @@ def test_the_files_have_every_turn_and_the_machine(tmp_path: Path) -> None:
     assert (len(lines), lines[5]["engine"], lines[5]["cached_tokens"]) == (8, "engine-2", "90")
 
 
-def test_a_router_that_runs_is_measured_by_what_each_answer_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_router_that_runs_is_measured_by_what_each_answer_says(tmp_path, capsys):
     with stub_engines(1) as (engine,):
         url = f"http://127.0.0.1:{engine.port}"
         words = ["--base-url", url, "--sessions=2", "--turns=2", "--first-length=8"]
@@ -202,9 +195,7 @@ def test_a_router_that_runs_is_measured_by_what_each_answer_says(
         (["--model", "m", "--router", "sh x"], r"leave cache-aware\+kvtier out of --arms"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything_starts(
-    words: list[str], said: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_run_is_refused_before_anything_starts(words, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         multi_turn.run(arguments(*words, "--output-dir", str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()

@@ -1,17 +1,12 @@
 """NOTES' tables of policies: a command measures them, and the same command finds what differs."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-
-import pytest
 
 from kvtier.bench import policies
 from kvtier.cli.main import main
 
 
-def talks(folder: Path, requests: int = 60) -> str:
+def talks(folder, requests=60):
     """Twelve conversations that take turns, and grow."""
     lines = [
         {
@@ -26,9 +21,7 @@ def talks(folder: Path, requests: int = 60) -> str:
     return str(path)
 
 
-def test_the_command_measures_checks_and_tells_what_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_measures_checks_and_tells_what_differs(tmp_path, capsys):
     trace, path = talks(tmp_path), tmp_path / "policies.json"
     notes = tmp_path / "NOTES.md"
     notes.write_text("# Notes\n\n<!-- begin policies -->\nold\n<!-- end policies -->\n\nMore.\n")

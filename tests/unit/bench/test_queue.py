@@ -1,14 +1,10 @@
 """The queue's benchmark: its waits are those of queueing theory, its requests meet one shared
 cache, and its command says what is wrong with its input."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics
-from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +23,7 @@ FLAT = ChunkPrefill(SavedCompute(BLOCK_TOKENS, float("inf")), BLOCK_TOKENS)
 """A chunk takes a second, wherever it is in its prompt."""
 
 
-def mean_wait(load: float, engines: int, service: Callable[[random.Random], float]) -> float:
+def mean_wait(load, engines, service):
     """Of requests that come at random (a Poisson process), with service times of 1 in the mean."""
     draw = random.Random(7)
     gaps = (draw.expovariate(load * engines) for _ in range(100_000))
@@ -46,29 +42,27 @@ def mean_wait(load: float, engines: int, service: Callable[[random.Random], floa
         (0.5, 2, lambda draw: draw.expovariate(1.0), 1 / 3),  # M/M/2: Erlang's C of 1/3, over 1
     ],
 )
-def test_requests_wait_as_long_as_queueing_theory_says(
-    load: float, engines: int, service: Callable[[random.Random], float], wait: float
-) -> None:
+def test_requests_wait_as_long_as_queueing_theory_says(load, engines, service, wait):
     assert mean_wait(load, engines, service) == pytest.approx(wait, rel=0.05)
 
 
-def prompt(at: float, *names: object) -> Request:
+def prompt(at, *names):
     return Request(at, tuple(map(key_of, names)))
 
 
-def answers(requests: Sequence[Request], engines: int) -> list[float]:
+def answers(requests, engines):
     """Seconds to the first tokens. Half a chunk of each prompt is always computed."""
     served = Engines(requests, Cache(100, policy="lru"), FLAT).serve("lru", engines)
     return served.ttft
 
 
-def test_a_prompt_is_a_hit_once_an_engine_has_computed_it() -> None:
+def test_a_prompt_is_a_hit_once_an_engine_has_computed_it():
     requests = [prompt(at, "a", "b", "c") for at in (0.0, 0.0, 3.0, 3.5)]
     assert answers(requests, 3) == [3.5, 3.5, 3.5, 0.5], "two that come at once are computed twice"
     assert answers(requests, 1) == [3.5, 4.0, 1.5, 1.5]
 
 
-def test_traffic_is_the_same_for_the_same_arguments() -> None:
+def test_traffic_is_the_same_for_the_same_arguments():
     trace = traffic(0.05, 3)
     assert trace == traffic(0.05, 3)
     assert trace != traffic(0.05, 4)
@@ -79,7 +73,7 @@ def test_traffic_is_the_same_for_the_same_arguments() -> None:
     assert all(one.run and one.output for one in trace)
 
 
-def a_loop_among_scans(folder: Path, requests: int = 1500) -> str:
+def a_loop_among_scans(folder, requests=1500):
     """Twelve prompts that come in turn among so many that come once that LRU holds none of them.
     Six come at once."""
     lines = []
@@ -95,7 +89,7 @@ def a_loop_among_scans(folder: Path, requests: int = 1500) -> str:
     return str(path)
 
 
-def results(folder: Path, *words: str) -> dict[str, Any]:
+def results(folder, *words):
     """What ``kvtier bench queue`` writes."""
     path = folder / "out" / "queue.json"
     assert main(["bench", "queue", "--output", str(path), *words]) == 0
@@ -103,9 +97,7 @@ def results(folder: Path, *words: str) -> dict[str, Any]:
     return content
 
 
-def test_where_lru_hits_nothing_people_wait_less_under_auto(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_lru_hits_nothing_people_wait_less_under_auto(tmp_path, capsys):
     trace = a_loop_among_scans(tmp_path)
     words = ["--trace", trace, "--ram", "60", "--engines", "2", "--load", "0.9"]
     found = results(tmp_path, *words, "--policy", "lru", "keep90_4x", "auto")
@@ -132,9 +124,7 @@ def test_where_lru_hits_nothing_people_wait_less_under_auto(
         (["--model", "no-such-model", "--hours", "0.01"], "no-such-model"),
     ],
 )
-def test_what_cannot_be_served_is_told_in_words(
-    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_served_is_told_in_words(words, told, tmp_path, capsys):
     path = tmp_path / "queue.json"
     assert main(["bench", "queue", "--output", str(path), *words]) == 2
     assert told in capsys.readouterr().err
@@ -149,9 +139,7 @@ def test_what_cannot_be_served_is_told_in_words(
         ('{"input_length": 1024, "hash_ids": [1, 2]}\n' * 2, "all come at once"),
     ],
 )
-def test_a_trace_without_times_or_tokens_has_no_load(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_without_times_or_tokens_has_no_load(text, told, tmp_path, capsys):
     (tmp_path / "trace").write_text(text)
     assert main(["bench", "queue", "--trace", str(tmp_path / "trace")]) == 2
     assert told in capsys.readouterr().err

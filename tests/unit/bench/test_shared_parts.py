@@ -1,10 +1,5 @@
 """What the benchmarks share: rows, hits and commands."""
 
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
 import pytest
 
 from kvtier.bench.command import run_command
@@ -13,15 +8,15 @@ from kvtier.bench.report import Row, print_rows
 from kvtier.core.errors import ConfigError
 
 
-def test_a_table_says_what_is_better(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_says_what_is_better(capsys):
     print_rows([Row("speed", 2.5, "GB/s", 5.0, 0.5), Row("wait", None, "ms")])
     _, speed, wait = capsys.readouterr().out.splitlines()
     assert speed.split() == ["speed", "2.5", "GB/s", "5", "0.5", "more"]
     assert wait.split() == ["wait", "ms", "less"]
 
 
-def test_a_command_that_cannot_run_says_why_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(args: argparse.Namespace) -> int:
+def test_a_command_that_cannot_run_says_why_in_one_line(capsys):
+    def run(args):
         raise ConfigError("no model")
 
     assert run_command("multi_turn", "", lambda _: None, run, []) == 2
@@ -39,7 +34,7 @@ def test_a_command_that_cannot_run_says_why_in_one_line(capsys: pytest.CaptureFi
         ("vLLM 0.23.0, synchronous scheduling", "synchronous scheduling"),
     ],
 )
-def test_an_engines_log_says_how_it_runs(line: str, mode: str, tmp_path: Path) -> None:
+def test_an_engines_log_says_how_it_runs(line, mode, tmp_path):
     log = tmp_path / "server.log"
     assert mode_told(log) is None
     log.write_text("INFO [vllm.py:99] Asynchronous scheduling is enabled.\n")

@@ -1,13 +1,9 @@
 """The ``kvtier`` command: what it prints, how it ends, and that it imports only what it runs."""
 
-from __future__ import annotations
-
-import argparse
 import logging
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -22,21 +18,19 @@ from kvtier.started import Started
 
 
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_environment(monkeypatch):
     for name in ("KVTIER_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_config_prints_every_key_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_every_key_and_its_source(capsys):
     assert cli.main(["config", "--chunk-tokens", "512"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["key", *(key.path for key in KEYS.values())]
     assert lines[1].split()[1:4] == ["512", "tokens", "flag"]
 
 
-def test_config_yaml_is_a_file_that_gives_the_same(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_config_yaml_is_a_file_that_gives_the_same(capsys, tmp_path):
     given = ["--ram-bytes", "4GiB", "--nvme-path", "/mnt/a b", "--save-decode", "no"]
     assert cli.main(["config", "--yaml", *given]) == 0
     printed = capsys.readouterr().out
@@ -51,7 +45,7 @@ def test_config_yaml_is_a_file_that_gives_the_same(
     assert yaml.safe_load(capsys.readouterr().out) == values
 
 
-def test_a_wrong_value_ends_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_ends_with_2_and_one_line(capsys):
     assert cli.main(["config", "--ram-bytes", "much"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -59,20 +53,18 @@ def test_a_wrong_value_ends_with_2_and_one_line(capsys: pytest.CaptureFixture[st
     assert shown.err.count("\n") == 1
 
 
-def test_no_words_show_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_words_show_what_there_is(capsys):
     assert cli.main([]) == 2
     shown = capsys.readouterr().out
     assert "benchmarks: long-doc-qa" in shown
     assert all(name.split()[0] in shown for name in cli.COMMANDS)
 
 
-def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(monkeypatch, capsys):
+    def add_arguments(parser):
         parser.add_argument("--status", type=int)
 
-    def run(arguments: argparse.Namespace) -> int:
+    def run(arguments):
         if arguments.status is None:
             raise ConfigError("status=None: expected a number")
         return int(arguments.status)
@@ -98,9 +90,7 @@ def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(
         (["bench"], "the following arguments are required"),
     ],
 )
-def test_a_wrong_word_is_one_line_and_not_all_of_the_usage(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_word_is_one_line_and_not_all_of_the_usage(words, said, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(words)
     told = capsys.readouterr().err
@@ -111,7 +101,7 @@ def test_a_wrong_word_is_one_line_and_not_all_of_the_usage(
 # ---- flags ---------------------------------------------------------------------------------------
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(capsys, *words):
     """The one line of a command that is refused for what was typed."""
     status: object = None
     try:
@@ -124,21 +114,21 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return said
 
 
-def test_a_flag_is_written_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_is_written_whole(capsys):
     said = refused(capsys, "config", "--ram-bytes", "64MiB", "--ram-byte", "3")
     assert "unrecognized arguments: --ram-byte 3; the nearest is '--ram-bytes'" in said
     assert "nearest" not in refused(capsys, "config", "--quite-something-else")
     assert "the nearest is '--namespace'" in refused(capsys, "clear", "--namespce", "x")
 
 
-def test_a_far_command_is_not_named_and_a_key_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_far_command_is_not_named_and_a_key_is(capsys):
     assert "engine.record" in refused(capsys, "record")
     assert "the nearest is 'launch'" in refused(capsys, "lauch")
     said = refused(capsys, "xyzzy")
     assert "nearest" not in said and "there are bench, check" in said
 
 
-def flags(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
+def flags(capsys, *words):
     with pytest.raises(SystemExit):
         cli.main(list(words))
     return set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
@@ -153,9 +143,7 @@ def flags(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
         ("config", set()),
     ],
 )
-def test_help_shows_what_most_give_and_no_flag_without_an_effect(
-    command: str, others: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_what_most_give_and_no_flag_without_an_effect(command, others, capsys):
     usual = flags(capsys, command, "--help")
     every = flags(capsys, command, "--help-all")
     assert {"--ram-bytes", "--nvme-path", "--redis-url", "--help-all"} <= usual < every
@@ -169,12 +157,10 @@ def test_help_shows_what_most_give_and_no_flag_without_an_effect(
 _NOT_OF_ALL = {f"--{key.replace('_', '-')}" for keys in key_flags._NOT_OF.values() for key in keys}
 
 
-def test_a_shell_completes_the_flags_of_the_command_that_is_typed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shell_completes_the_flags_of_the_command_that_is_typed(monkeypatch):
     known = []
 
-    def autocomplete(parser: argparse.ArgumentParser) -> None:
+    def autocomplete(parser):
         (branches,) = (one for one in parser._actions if isinstance(one.choices, dict))
         assert isinstance(branches.choices, dict)
         known.append(branches.choices["serve"].format_help())
@@ -192,7 +178,7 @@ def test_a_shell_completes_the_flags_of_the_command_that_is_typed(
     assert cli.main(["version"]) == 0, "without the library a command is a command"
 
 
-def test_a_password_in_a_flag_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_password_in_a_flag_is_warned_of(caplog):
     """Every user of the host can read /proc/PID/cmdline."""
     for flag, url in (("redis-url", "redis://:s3cret@h:1/0"), ("redis_url", "rediss://me:x@h:1")):
         given = load(flags={flag.replace("-", "_"): url}, env={})
@@ -204,27 +190,23 @@ def test_a_password_in_a_flag_is_warned_of(caplog: pytest.LogCaptureFixture) -> 
     assert not load(flags={"redis_url": "redis://h:1/0"}, env={}).remarks
 
 
-def test_too_little_address_space_is_one_line(tmp_path: Path) -> None:
+def test_too_little_address_space_is_one_line(tmp_path):
     command = ["sh", "-c", 'ulimit -v 204800; exec "$0" -m kvtier config', sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("kvtier: RLIMIT_AS is 200 MiB: give")
     assert done.stderr.count("\n") == 1
 
 
-def test_no_memory_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(_: argparse.Namespace) -> int:
+def test_no_memory_is_one_line(capsys, monkeypatch):
+    def fails(_):
         raise MemoryError
 
     monkeypatch.setattr(cli.VersionCommand, "run", staticmethod(fails))
     assert "no memory; give at least 512 MiB" in refused(capsys, "version")
 
 
-def test_a_socket_that_may_not_be_made_names_one_that_may(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(_: object) -> None:
+def test_a_socket_that_may_not_be_made_names_one_that_may(capsys, monkeypatch):
+    def denied(_):
         raise PermissionError(13, "Permission denied", "/run/kvtier")
 
     monkeypatch.setattr(serve, "listen_unix", denied)

@@ -1,7 +1,5 @@
 """The server of each node of an engine over several hosts, as ``kvtier launch`` starts it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -29,26 +27,24 @@ THREE = Config().with_keys(server="unix:///run/kvtier.sock,tcp://b:9600,tcp://c:
         ("m -n 3 -r 1", ["unix:///run/kvtier.sock", "tcp://b:9600"]),
     ],
 )
-def test_a_node_listens_at_its_socket_and_where_the_first_node_asks_it(
-    words: str, listens: list[str]
-) -> None:
+def test_a_node_listens_at_its_socket_and_where_the_first_node_asks_it(words, listens):
     assert listens_at(words.split(), THREE) == listens
 
 
-def test_engines_that_share_one_server_start_none() -> None:
+def test_engines_that_share_one_server_start_none():
     words = ["m", "--nnodes", "2", "--node-rank", "1"]
     assert nodes(words) == (2, 1)
     assert listens_at(words, Config().with_keys(server="unix:///run/kvtier.sock").server) == []
     assert listens_at(words, Config().server) == []
 
 
-def test_a_node_without_an_address_is_told_so() -> None:
+def test_a_node_without_an_address_is_told_so():
     said = re.escape("--node-rank 3: server_address names 3 servers")
     with pytest.raises(ConfigError, match=said):
         listens_at(["m", "--nnodes", "4", "--node-rank", "3"], THREE)
 
 
-def test_without_listen_a_server_is_at_the_first_of_several_addresses() -> None:
+def test_without_listen_a_server_is_at_the_first_of_several_addresses():
     with short_folder() as folder:
         server = ServerProcess(folder)
         both = f"unix://{server.socket},tcp://b:9600"
@@ -58,7 +54,7 @@ def test_without_listen_a_server_is_at_the_first_of_several_addresses() -> None:
             assert server.answers()
 
 
-def test_what_the_page_says_names_a_server_on_each_of_its_hosts(tmp_path: Path) -> None:
+def test_what_the_page_says_names_a_server_on_each_of_its_hosts(tmp_path):
     page = (Path(__file__).parents[3] / "deploy/multi-host/README.md").read_text()
     (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "kvtier.yaml").write_text(written)

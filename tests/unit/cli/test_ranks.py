@@ -1,14 +1,11 @@
 """``kvtier launch`` with data-parallel ranks: one real server for them, which lives as long as the
 engine. The engine is made up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,14 +38,14 @@ sys.stdin.read()
         ("--data-parallel-size many", 1),
     ],
 )
-def test_ranks_of_this_host_are_counted(words: str, count: int) -> None:
+def test_ranks_of_this_host_are_counted(words, count):
     assert ranks.local_ranks(words.split()) == count
 
 
 class Launched:
     """``kvtier launch`` of an engine that says which server it has, and waits."""
 
-    def __init__(self, folder: Path, *words: str, **env: str) -> None:
+    def __init__(self, folder, *words, **env):
         server = folder / (SERVER.replace(".", "/") + ".py")
         server.parent.mkdir(parents=True)
         server.write_text(ENGINE)
@@ -68,16 +65,16 @@ class Launched:
                 text=True,
             )
 
-    def address(self) -> str:
+    def address(self):
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def end(self) -> None:
+    def end(self):
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(DEADLINE_S) == 0
 
-    def close(self) -> None:
+    def close(self):
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -86,7 +83,7 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, *words: str, **env: str) -> Iterator[Launched]:
+def launched(folder, *words, **env):
     engine = Launched(folder / "site", *words, **env)
     try:
         yield engine
@@ -95,16 +92,16 @@ def launched(folder: Path, *words: str, **env: str) -> Iterator[Launched]:
 
 
 @pytest.fixture
-def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short(tmp_path_factory):
     return tmp_path_factory.mktemp("r")
 
 
-def answers(path: str) -> bool:
+def answers(path):
     with socket.socket(socket.AF_UNIX) as sock:
         return sock.connect_ex(path) == 0
 
 
-def test_ranks_get_one_server_that_ends_with_the_engine(short: Path) -> None:
+def test_ranks_get_one_server_that_ends_with_the_engine(short):
     with launched(short, "--data-parallel-size", "2", KVTIER_RAM_BYTES="8MiB") as engine:
         path = engine.address().removeprefix("unix://")
         assert answers(path) and len(servers(path)) == 1
@@ -114,7 +111,7 @@ def test_ranks_get_one_server_that_ends_with_the_engine(short: Path) -> None:
         wait_for(lambda: not Path(path).parent.exists(), "nothing is left of it")
 
 
-def test_a_server_that_dies_comes_back_and_a_killed_engine_takes_it_along(short: Path) -> None:
+def test_a_server_that_dies_comes_back_and_a_killed_engine_takes_it_along(short):
     with launched(short, "-dp", "2", KVTIER_RAM_BYTES="8MiB") as engine:
         path = engine.address().removeprefix("unix://")
         (first,) = servers(path)
@@ -137,9 +134,7 @@ def test_a_server_that_dies_comes_back_and_a_killed_engine_takes_it_along(short:
         ),
     ],
 )
-def test_who_has_a_server_or_needs_none_gets_no_other(
-    short: Path, words: tuple[str, ...], env: dict[str, str], address: str | None
-) -> None:
+def test_who_has_a_server_or_needs_none_gets_no_other(short, words, env, address):
     with launched(short, *words, **env) as engine:
         assert engine.address() == (address or env["KVTIER_SERVER"])
         assert not [*(short / "site").glob("kvtier-ranks-*")]
@@ -147,7 +142,7 @@ def test_who_has_a_server_or_needs_none_gets_no_other(
         assert ("2 data-parallel ranks keep a store each" in engine.log.read_text()) is alone
 
 
-def test_with_auto_config_the_ranks_share_a_server_that_sizes_itself(short: Path) -> None:
+def test_with_auto_config_the_ranks_share_a_server_that_sizes_itself(short):
     """It looks for room while the engine has none yet. RAM is given here, so that no host is too
     small."""
     disk = short / "nvme"
@@ -161,7 +156,7 @@ def test_with_auto_config_the_ranks_share_a_server_that_sizes_itself(short: Path
         assert "auto-config: ram_bytes 8 MiB (yours; the plan " in said
 
 
-def test_a_server_that_cannot_start_ends_the_start_in_words(short: Path) -> None:
+def test_a_server_that_cannot_start_ends_the_start_in_words(short):
     with launched(short, "-dp", "2", KVTIER_SLOT_BYTES="4097B") as engine:
         assert engine.process.wait(DEADLINE_S) == 2 and engine.address() == ""
         said = engine.log.read_text()

@@ -1,8 +1,5 @@
 """Stores: what ``kvtier serve`` opens for each chunk size, out of one budget."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +8,12 @@ from kvtier.cli import serve
 from kvtier.config.keys import Config
 from kvtier.core.errors import TierError
 from kvtier.extensions.objects import parts
-from kvtier.extensions.objects.parts import ObjectSection
 from kvtier.started import Started
-from kvtier.store.store import Store
 from kvtier.tiers.nvme.parts import NvmeSection
-from kvtier.tiers.seam import Opened, Opening
 from tests.nvme_place import room
 
 
-def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(tmp_path, monkeypatch):
     """Later the first size has most of the memory and of the disk, and less is free."""
     memory, disk = iter([64 * 4096, 8 * 4096]), iter([room(64, 4096), room(8, 4096)])
     looked = property(lambda own: own.config.ram.bytes_ or next(memory))
@@ -41,12 +33,10 @@ def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(
         assert first.close() and second.close()
 
 
-def test_what_was_opened_before_a_tier_that_cannot_be_is_closed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_opened_before_a_tier_that_cannot_be_is_closed_again(tmp_path, monkeypatch):
     """The folder on the disk is free for the next store of this process."""
 
-    def away(own: ObjectSection, around: Opening) -> Opened:
+    def away(own, around):
         raise TierError("no such bucket")
 
     monkeypatch.setattr(parts, "open", away)
@@ -60,6 +50,6 @@ def test_what_was_opened_before_a_tier_that_cannot_be_is_closed_again(
     assert held.value.args, "what the error keeps alive was closed, and not collected"
 
 
-def budget_of(store: Store) -> object:
-    (spills,) = (*store._on_save, *store._on_evict)
+def budget_of(store):
+    (spills,) = list(store._on_save) + list(store._on_evict)
     return spills.budget

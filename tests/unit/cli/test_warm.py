@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -22,10 +21,10 @@ class Answers(BaseHTTPRequestHandler):
 
     server: Served
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._reply(200, {"data": [{"id": "m"}, {"id": "adapter"}]})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.keys.add(self.headers.get("Authorization", ""))
         if self.path == self.server.lacks:
@@ -40,21 +39,21 @@ class Answers(BaseHTTPRequestHandler):
             usage = {"prompt_tokens": len(body["prompt"])} | self.server.told
             self._reply(200, {"choices": [{"text": "x"}], "usage": usage})
 
-    def _reply(self, status: int, body: dict[str, Any]) -> None:
+    def _reply(self, status, body):
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         """Silent."""
 
 
 class Served(ThreadingHTTPServer):
     """``asked``: the completions. ``told``: what it says of its cache. ``lacks``: a page."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str] = set()
@@ -63,12 +62,12 @@ class Served(ThreadingHTTPServer):
         self.limit = 10_000
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_port}"
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
+def served():
     with Served() as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -78,25 +77,23 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[str]:
+def files(tmp_path):
     """The flags that name an anchor of 3 tokens and documents of 4 and 5."""
     (tmp_path / "anchor").write_text("<s>")
     (tmp_path / "documents").write_text('"cats"\n\n{"id": 7, "text": "a dog"}\n')
     return ["--anchor", str(tmp_path / "anchor"), "--documents", str(tmp_path / "documents")]
 
 
-def warm(served: Served, *words: str) -> int:
+def warm(served, *words):
     chunk = ["--chunk-tokens", str(CHUNK)]
     return cli.main(["warm", "--base-url", served.url, *chunk, *words])
 
 
-def prompts(served: Served) -> list[str]:
+def prompts(served):
     return ["".join(map(chr, body["prompt"])) for body in served.asked]
 
 
-def test_homes_are_sent_as_plain_completions_of_one_token(
-    served: Served, files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_homes_are_sent_as_plain_completions_of_one_token(served, files, capsys):
     assert warm(served, *files) == 0
     assert prompts(served) == ["<s>catss", "<s>a dog"]
     fields = {"model", "prompt", "max_tokens", "temperature"}
@@ -107,9 +104,7 @@ def test_homes_are_sent_as_plain_completions_of_one_token(
     assert shown.err == ""
 
 
-def test_model_salt_and_key_are_the_ones_given(
-    served: Served, files: list[str], tmp_path: Path
-) -> None:
+def test_model_salt_and_key_are_the_ones_given(served, files, tmp_path):
     key = tmp_path / "key"
     key.write_text("secret\n")
     key.chmod(0o600)
@@ -120,7 +115,7 @@ def test_model_salt_and_key_are_the_ones_given(
     assert served.keys == {"Bearer secret"}
 
 
-def test_token_ids_are_sent_as_they_are(served: Served, tmp_path: Path) -> None:
+def test_token_ids_are_sent_as_they_are(served, tmp_path):
     served.lacks = "/tokenize"
     (tmp_path / "anchor.json").write_text("[1, 2]")
     (tmp_path / "documents").write_text('[3, 4]\n{"tokens": [5]}')
@@ -132,18 +127,14 @@ def test_token_ids_are_sent_as_they_are(served: Served, tmp_path: Path) -> None:
     ]
 
 
-def test_the_chunk_is_the_configurations_where_it_is_not_given(
-    served: Served, files: list[str], tmp_path: Path
-) -> None:
+def test_the_chunk_is_the_configurations_where_it_is_not_given(served, files, tmp_path):
     (tmp_path / "kvtier.yaml").write_text("chunk_tokens: 32\n")
     config = ["--config", str(tmp_path / "kvtier.yaml")]
     assert cli.main(["warm", "--base-url", served.url + "/v1/", *files, *config]) == 0
     assert {len(body["prompt"]) for body in served.asked} == {32}
 
 
-def test_a_refused_home_is_named_by_its_line_and_the_others_go_on(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_home_is_named_by_its_line_and_the_others_go_on(served, tmp_path, capsys):
     served.limit, served.told = 100, {}
     (tmp_path / "anchor").write_text("a")
     lines = [json.dumps(text) for text in ("x" * 200, "short")]
@@ -171,21 +162,15 @@ def test_a_refused_home_is_named_by_its_line_and_the_others_go_on(
     ],
 )
 def test_a_line_that_is_no_document_is_named_before_anything_is_sent(
-    served: Served,
-    files: list[str],
-    line: str,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    served, files, line, told, capsys
+):
     Path(files[3]).write_text(f'"cats"\n{line}\n')
     assert warm(served, *files) == 2
     assert told in capsys.readouterr().err
     assert served.asked == []
 
 
-def test_no_documents_and_no_files_are_errors(
-    served: Served, files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_documents_and_no_files_are_errors(served, files, capsys):
     Path(files[3]).write_text("\n")
     assert warm(served, *files) == 2
     assert "expected a document a line" in capsys.readouterr().err
@@ -197,9 +182,7 @@ def test_no_documents_and_no_files_are_errors(
     assert "No such file" in capsys.readouterr().err
 
 
-def test_who_does_not_answer_or_is_no_engine_is_told(
-    served: Served, files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_does_not_answer_or_is_no_engine_is_told(served, files, capsys):
     url = f"http://127.0.0.1:{free_port()}"
     assert cli.main(["warm", "--base-url", url, *files]) == 2
     shown = capsys.readouterr().err

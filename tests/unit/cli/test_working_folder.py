@@ -1,13 +1,10 @@
 """Whoever may write the folder in which an operator types a command runs no code by that."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -63,7 +60,7 @@ _CODE = "import sys\nopen({mark!r}, 'a').write(f'{{__name__}} {{sys.argv}} {{sys
 class Trap:
     """A folder of a stranger's, whose files say that they ran."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         self.folder, self._mark = place / "strangers", place / "ran"
         code = _CODE.format(mark=str(self._mark))
         for name in _PACKAGES:
@@ -78,15 +75,13 @@ class Trap:
             program.chmod(0o755)
 
     @property
-    def ran(self) -> str:
+    def ran(self):
         """What of it ran since the last look."""
         said = self._mark.read_text() if self._mark.exists() else ""
         self._mark.unlink(missing_ok=True)
         return said
 
-    def typed(
-        self, *words: str, env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def typed(self, *words, env=None):
         """A command of kvtier's, in that folder."""
         return subprocess.run(
             [*COMMAND, *words],
@@ -100,12 +95,12 @@ class Trap:
 
 
 @pytest.fixture
-def trap(tmp_path: Path) -> Trap:
+def trap(tmp_path):
     return Trap(tmp_path)
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
+def env(tmp_path):
     """An operator's environment with a vLLM that starts processes as the real one does."""
     site = tmp_path / "site"
     server = site / (API_SERVER.replace(".", "/") + ".py")
@@ -125,7 +120,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     return clean | {"PYTHONPATH": f"{site}:{ROOT}", "PATH": path} | more
 
 
-def test_the_trap_closes(trap: Trap, env: dict[str, str]) -> None:
+def test_the_trap_closes(trap, env):
     """Python itself does import from the working folder."""
     for words in (["-c", "import json"], ["-m", "kvtier"]):
         command = [sys.executable, *words]
@@ -134,9 +129,7 @@ def test_the_trap_closes(trap: Trap, env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_runs_nothing_of_the_working_folder(
-    words: tuple[str, ...], trap: Trap, env: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_command_runs_nothing_of_the_working_folder(words, trap, env, tmp_path):
     done = trap.typed(*(word.format(place=tmp_path) for word in words), env=env)
     assert trap.ran == ""
     assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
@@ -144,9 +137,7 @@ def test_a_command_runs_nothing_of_the_working_folder(
         assert done.returncode == 0 and "serve" in done.stdout and "1" in done.stdout, done.stderr
 
 
-def test_a_search_path_with_nothing_between_two_colons_is_not_the_working_folder(
-    trap: Trap, env: dict[str, str]
-) -> None:
+def test_a_search_path_with_nothing_between_two_colons_is_not_the_working_folder(trap, env):
     """``PATH=$MORE:/usr/bin`` with an empty ``$MORE``. What the operator's own Python looks up is
     his, and sitecustomize of his PYTHONPATH is run before any code of kvtier's."""
     for words in (("plan",), ("doctor", "--no-engine")):
@@ -154,7 +145,7 @@ def test_a_search_path_with_nothing_between_two_colons_is_not_the_working_folder
         assert trap.ran == ""
 
 
-def test_a_server_runs_nothing_of_the_working_folder(trap: Trap, env: dict[str, str]) -> None:
+def test_a_server_runs_nothing_of_the_working_folder(trap, env):
     """With a bucket, whose library has a process of its own."""
     with short_folder() as folder:
         path = folder / "kvtier.sock"
@@ -174,7 +165,7 @@ def test_a_server_runs_nothing_of_the_working_folder(trap: Trap, env: dict[str, 
 # ---- the environment of a child ------------------------------------------------------------------
 
 
-def test_only_absolute_places_are_left_of_the_paths() -> None:
+def test_only_absolute_places_are_left_of_the_paths():
     given = {
         "PATH": ":/usr/bin:.:bin:/bin:",
         "PYTHONPATH": "",
@@ -187,12 +178,12 @@ def test_only_absolute_places_are_left_of_the_paths() -> None:
     assert processes.isolated(given) == left
 
 
-def test_an_operators_own_safe_path_is_left_to_the_engine(trap: Trap, env: dict[str, str]) -> None:
+def test_an_operators_own_safe_path_is_left_to_the_engine(trap, env):
     done = trap.typed(*LAUNCH, env=env | {"PYTHONSAFEPATH": ""})
     assert done.stdout.strip().endswith("]"), done.stdout
 
 
-def test_settings_stay_with_kvtier() -> None:
+def test_settings_stay_with_kvtier():
     secrets = {"KVTIER_ENCRYPTION_KEY": "k", "KVTIER_REDIS_URL": "r", "LMCACHE_REMOTE_URL": "l"}
     assert processes.without_settings(secrets | {"A": "1"}, "KVTIER_REDIS_URL") == {
         "KVTIER_REDIS_URL": "r",
@@ -211,9 +202,7 @@ class MooncakeDistributedStore:
 """
 
 
-def test_a_librarys_process_has_its_own_variables_and_no_other_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_librarys_process_has_its_own_variables_and_no_other_secret(tmp_path, monkeypatch):
     """Mooncake's, and a bucket's: whoever is at the other end may be hostile."""
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake/__init__.py").touch()
@@ -236,7 +225,7 @@ def test_a_librarys_process_has_its_own_variables_and_no_other_secret(
         assert had[scheme]["https_proxy"] == "1"
 
 
-def started_with(url: str) -> dict[str, str]:
+def started_with(url):
     """The environment of the process of a bucket's library, as the kernel has it."""
     before = set(children())
     with closing(Bucket(url, 4096)) as bucket, bucket._library.seat():
@@ -245,5 +234,5 @@ def started_with(url: str) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def children() -> list[str]:
+def children():
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -1,17 +1,13 @@
 """From a host's name to a socket: all of its addresses, within one deadline, by one function."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +25,7 @@ PRODUCT = "kvtier", "autoconfig", "connectors"
 
 
 @pytest.fixture
-def hole() -> Iterator[int]:
+def hole():
     with ExitStack() as stack:
         silent = stack.enter_context(socket.socket())
         silent.bind(("127.0.0.2", 0))
@@ -42,29 +38,29 @@ def hole() -> Iterator[int]:
 
 
 @pytest.fixture
-def answering(hole: int) -> Iterator[socket.socket]:
+def answering(hole):
     with socket.create_server(("127.0.0.1", hole)) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
-def names(monkeypatch: pytest.MonkeyPatch) -> None:
+def names(monkeypatch):
     resolve = socket.getaddrinfo
 
-    def both(host: str, *rest: Any, **more: Any) -> list[Any]:
+    def both(host, *rest, **more):
         places = ("127.0.0.2", "127.0.0.1") if host == NAME else (host,)
         return [one for place in places for one in resolve(place, *rest, **more)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
 
 
-def _redis(port: int) -> None:
+def _redis(port):
     url = parse(f"redis://{NAME}:{port}")
     ConnectionFactory(url, Login(), 0, 1.0).connect((NAME, port)).close()
 
 
-def _zmtp(port: int) -> None:
-    async def meet() -> None:
+def _zmtp(port):
+    async def meet():
         (await zmtp.connected(f"tcp://{NAME}:{port}", 1024)).close()
 
     asyncio.run(meet())
@@ -80,14 +76,14 @@ def _zmtp(port: int) -> None:
     ],
     ids=["a kvtier server", "redis", "an event stream", "mooncake's master"],
 )
-def test_a_silent_first_address_does_not_hide_the_second(connect, answering) -> None:
+def test_a_silent_first_address_does_not_hide_the_second(connect, answering):
     connect(answering.getsockname()[1])
     answering.settimeout(5)
     answering.accept()[0].close()
 
 
-def test_a_silent_first_address_does_not_hide_an_admin_interface(answering: socket.socket) -> None:
-    def answer() -> None:
+def test_a_silent_first_address_does_not_hide_an_admin_interface(answering):
+    def answer():
         client, _ = answering.accept()
         with client:
             client.recv(4096)
@@ -100,7 +96,7 @@ def test_a_silent_first_address_does_not_hide_an_admin_interface(answering: sock
     assert text == b"ok"
 
 
-def test_tls_to_redis_has_what_is_left_of_the_same_time(answering: socket.socket) -> None:
+def test_tls_to_redis_has_what_is_left_of_the_same_time(answering):
     port = answering.getsockname()[1]
     url = parse(f"rediss://{NAME}:{port}?ssl_cert_reqs=none")
     begun = time.monotonic()
@@ -109,14 +105,14 @@ def test_tls_to_redis_has_what_is_left_of_the_same_time(answering: socket.socket
     assert 0.9 < time.monotonic() - begun < 1.9  # bounds of a promise, not a speed
 
 
-def test_all_addresses_together_have_one_deadline(hole: int) -> None:
+def test_all_addresses_together_have_one_deadline(hole):
     begun = time.monotonic()
     with pytest.raises(OSError, match="not done within"):
         reach("127.0.0.2", hole, Deadline(0.3))
     assert 0.3 <= time.monotonic() - begun < 1.9
 
 
-def test_twenty_silent_addresses_are_all_tried(answering, monkeypatch) -> None:
+def test_twenty_silent_addresses_are_all_tried(answering, monkeypatch):
     port = answering.getsockname()[1]
     found = socket.getaddrinfo("127.0.0.2", port, type=socket.SOCK_STREAM) * 20
     found += socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
@@ -125,12 +121,12 @@ def test_twenty_silent_addresses_are_all_tried(answering, monkeypatch) -> None:
         assert sock.getpeername() == ("127.0.0.1", port)
 
 
-def test_one_family_that_leads_nowhere_costs_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_family_that_leads_nowhere_costs_one_pause(monkeypatch):
     """Families come in turns: IPv6, IPv4, IPv6 ... A kernel without family 255 refuses it."""
     tried = list[int]()
 
     class Counted(socket.socket):
-        def __init__(self, family: int, *rest: int) -> None:
+        def __init__(self, family, *rest):
             tried.append(family)
             super().__init__(family, *rest)
 
@@ -146,7 +142,7 @@ def test_one_family_that_leads_nowhere_costs_one_pause(monkeypatch: pytest.Monke
     assert tried == [255, socket.AF_INET]
 
 
-def test_a_refusal_is_told_and_no_descriptor_is_left() -> None:
+def test_a_refusal_is_told_and_no_descriptor_is_left():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -155,7 +151,7 @@ def test_a_refusal_is_told_and_no_descriptor_is_left() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_certificate_is_checked_for_the_name(answering: socket.socket) -> None:
+def test_a_certificate_is_checked_for_the_name(answering):
     with pytest.raises((TimeoutError, ssl.SSLError)):
         exchange(f"https://{NAME}:{answering.getsockname()[1]}", "/", None, {}, 0.5)
     client, _ = answering.accept()
@@ -163,7 +159,7 @@ def test_a_certificate_is_checked_for_the_name(answering: socket.socket) -> None
         assert client.recv(1) == b"\x16"  # a TLS record
 
 
-def test_no_other_place_resolves_and_connects() -> None:
+def test_no_other_place_resolves_and_connects():
     resolves = r"\b(create_connection|urlopen|gethostbyname\w*|getaddrinfo|HTTPS?Connection)\("
     apart = r"\bopen_connection\((?![\s\S]{0,200}(sock=|happy_eyeballs_delay))"
     files = (path for room in PRODUCT for path in HOUSE.glob(f"{room}/**/*.py"))

@@ -1,20 +1,16 @@
 """Hosts: one KVStore over one for each host of an engine. Here each is a Store of this process."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 from unittest.mock import create_autospec
 
 import pytest
 
 from kvtier.client.client import Client
 from kvtier.client.hosts import Hosts, HostsPool, shortest, slot_of, together
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import NO_LOOKUP, Asking, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
-from kvtier.core.steps import Steps
 from kvtier.eviction.hints import Hint
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -25,12 +21,12 @@ LAYOUTS = [ChunkLayout(fingerprint({"host": host}), 1, 1, (SLOT,)) for host in r
 KEYS = LAYOUTS[0].keys([1, 2, 3, 4])
 
 
-def hosts_of(*stores: Store) -> Hosts:
+def hosts_of(*stores):
     return Hosts(cast(Sequence[Client], stores), [one.fingerprint for one in LAYOUTS])
 
 
 @pytest.fixture
-def stores() -> Iterator[list[Store]]:
+def stores():
     made = [Store(Pool(8, SLOT)) for _ in range(2)]
     yield made
     for one in made:
@@ -39,24 +35,24 @@ def stores() -> Iterator[list[Store]]:
 
 
 @pytest.fixture
-def hosts(stores: list[Store]) -> Hosts:
+def hosts(stores):
     return hosts_of(*stores)
 
 
-def keys_of(hosts: Hosts, host: int) -> list[ChunkKey]:
+def keys_of(hosts, host):
     return list(hosts._keys(KEYS, host))
 
 
-def put(cache: Any, keys: Sequence[ChunkKey]) -> None:
+def put(cache, keys):
     with cache.save(keys) as lease:
         lease.commit()
 
 
-def own_slot(pool: HostsPool, number: int, host: int) -> int | None:
+def own_slot(pool, number, host):
     return slot_of([each.slots for each in pool.pools], number, host)
 
 
-def test_a_hit_is_what_all_hosts_have(hosts: Hosts, stores: list[Store]) -> None:
+def test_a_hit_is_what_all_hosts_have(hosts, stores):
     put(hosts, KEYS)
     stores[1].invalidate(keys_of(hosts, 1)[2:])
     assert hosts.lookup(KEYS).steps == [(2, 0.0)]
@@ -67,7 +63,7 @@ def test_a_hit_is_what_all_hosts_have(hosts: Hosts, stores: list[Store]) -> None
         assert lease.poll() == Progress(0, 0)
 
 
-def test_a_save_fills_what_a_host_lacks_and_touches_nothing_of_the_others(hosts, stores) -> None:
+def test_a_save_fills_what_a_host_lacks_and_touches_nothing_of_the_others(hosts, stores):
     put(hosts, KEYS)
     stores[1].invalidate(keys_of(hosts, 1)[1:3])
     with hosts.save(KEYS) as lease:
@@ -79,13 +75,13 @@ def test_a_save_fills_what_a_host_lacks_and_touches_nothing_of_the_others(hosts,
     assert hosts.lookup(KEYS).ready == len(KEYS)
 
 
-def test_a_save_that_is_given_up_is_given_up_everywhere(hosts: Hosts, stores: list[Store]) -> None:
+def test_a_save_that_is_given_up_is_given_up_everywhere(hosts, stores):
     hosts.save(KEYS).close()
     for host, store in enumerate(stores):
         assert store.lookup(keys_of(hosts, host)).known == 0
 
 
-def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path: Path) -> None:
+def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path):
     here, away = Store(Pool(8, SLOT)), without_a_server(tmp_path)
     put(here, KEYS)
     hosts = Hosts([cast(Client, here), away], [one.fingerprint for one in LAYOUTS])
@@ -100,7 +96,7 @@ def test_a_load_of_what_one_host_lacks_pins_nothing_on_the_others(tmp_path: Path
     hosts.close()
 
 
-def test_a_load_waits_as_long_as_a_tier_of_one_host_is_asked() -> None:
+def test_a_load_waits_as_long_as_a_tier_of_one_host_is_asked():
     lanes = [ManualLane(urgent_bound=9, bound=9) for _ in range(2)]
     stores = [Store(Pool(8, SLOT), [(DictTier(9, shared=True), lane)]) for lane in lanes]
     hosts = hosts_of(*stores)
@@ -132,7 +128,7 @@ def test_a_load_waits_as_long_as_a_tier_of_one_host_is_asked() -> None:
     ],
     ids=["decline", "served", "ended", "hint", "invalidate", "all", "wait", "check", "close"],
 )
-def test_each_host_is_told_of_its_own_chunks(tell: Callable[[Hosts], object]) -> None:
+def test_each_host_is_told_of_its_own_chunks(tell):
     stores = [create_autospec(Client, instance=True) for _ in range(3)]
     layouts = [ChunkLayout(fingerprint({"host": host}), 1, 1, (SLOT,)) for host in range(3)]
     hosts = Hosts(stores, [one.fingerprint for one in layouts])
@@ -145,7 +141,7 @@ def test_each_host_is_told_of_its_own_chunks(tell: Callable[[Hosts], object]) ->
         assert len(own) == 1 and repr(own) == named
 
 
-def test_slots_are_numbered_without_two_that_are_equal() -> None:
+def test_slots_are_numbered_without_two_that_are_equal():
     pools = [Pool(count, SLOT) for count in (2, 3, 1)]
     pool = HostsPool(pools)
     found = {}
@@ -160,7 +156,7 @@ def test_slots_are_numbered_without_two_that_are_equal() -> None:
         each.close()
 
 
-def test_hosts_with_a_tier_in_common_never_get_each_others_chunks() -> None:
+def test_hosts_with_a_tier_in_common_never_get_each_others_chunks():
     tier, lanes = DictTier(32), [ManualLane(urgent_bound=9, bound=9) for _ in range(2)]
     stores = [Store(Pool(8, SLOT), [(tier, lane)]) for lane in lanes]
     hosts = hosts_of(*stores)
@@ -189,16 +185,16 @@ def test_hosts_with_a_tier_in_common_never_get_each_others_chunks() -> None:
         store.close()
 
 
-def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for() -> None:
+def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for():
     done = list[str]()
 
-    def ask(name: str) -> Steps[str]:
+    def ask(name):
         done.append(f"asked {name}")
         yield 0.0
         done.append(f"answered {name}")
         return name
 
-    def known() -> Steps[str]:
+    def known():
         yield from ()
         return "known"
 
@@ -229,5 +225,5 @@ def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for() -> None:
         ),
     ],
 )
-def test_an_answer_is_the_shortest_and_as_late_as_the_latest(results, both) -> None:
+def test_an_answer_is_the_shortest_and_as_late_as_the_latest(results, both):
     assert shortest(results) == (both or LookupResult([(3, 0.0)]))

@@ -1,12 +1,8 @@
 """KVStore: Store, Client and Hosts are one, with the same two leases, whoever has the chunks."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -35,13 +31,13 @@ KEYS = LAYOUT.keys([1, 2, 3])
 CALLS = sorted(name for name in vars(KVStore).keys() - {"pool", "counts"} if name[0] != "_")
 
 
-def without_a_server(folder: Path) -> Client:
+def without_a_server(folder):
     own = hello(LAYOUT.fingerprint, SLOT, stream=False)
     return Client(ServerAccess(Address.parse(f"unix://{folder}/no-such-socket"), own))
 
 
 @pytest.fixture(params=["store", "client", "hosts", "hosts without servers"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+def store(request, tmp_path):
     made: KVStore
     if request.param == "store":
         made = Store(Pool(4, SLOT))
@@ -58,27 +54,27 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
 
 @pytest.mark.parametrize("kind", [Store, Client, Hosts])
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_call_does_is_told_in_one_place(kind: type, name: str) -> None:
+def test_what_a_call_does_is_told_in_one_place(kind, name):
     assert inspect.getdoc(getattr(KVStore, name))
     own = getattr(kind, name).__doc__
     assert own is None or own.startswith(f"See KVStore.{name}.")
 
 
-def test_all_make_the_same_leases(store: KVStore) -> None:
+def test_all_make_the_same_leases(store):
     with store.save(KEYS) as save, store.load(KEYS) as load:
         assert (type(save), type(load)) == (SaveLease, LoadLease)
         assert len(save.keys) == len(save.slots)
         assert (load.poll(), load.slots, load.sources) == (Progress(0, 0), [], [])
 
 
-def test_a_load_names_what_it_claims_and_no_more(store: KVStore) -> None:
+def test_a_load_names_what_it_claims_and_no_more(store):
     with store.save(KEYS) as save:
         save.commit()
     with store.load(KEYS, 1, most=1) as lease:
         assert (list(lease.keys), lease.poll().ready) == (KEYS[1:2], min(1, len(save.keys)))
 
 
-def test_a_save_is_committed_once(store: KVStore) -> None:
+def test_a_save_is_committed_once(store):
     lease = store.save(KEYS)
     lease.commit()
     lease.close()
@@ -87,7 +83,7 @@ def test_a_save_is_committed_once(store: KVStore) -> None:
     assert store.lookup(KEYS).ready == len(lease.slots), "a close after the commit takes nothing"
 
 
-def test_a_load_shows_nothing_after_its_end(store: KVStore) -> None:
+def test_a_load_shows_nothing_after_its_end(store):
     with store.save(KEYS) as save:
         save.commit()
     lease = store.load(KEYS)
@@ -98,7 +94,7 @@ def test_a_load_shows_nothing_after_its_end(store: KVStore) -> None:
     assert (lease.open, lease.poll(), lease.slots, lease.sources) == (False, Progress(0, 0), [], [])
 
 
-def test_without_a_server_everything_is_a_miss_and_nothing_raises(tmp_path: Path) -> None:
+def test_without_a_server_everything_is_a_miss_and_nothing_raises(tmp_path):
     client = without_a_server(tmp_path)
     assert (client.pool, client.status(), client.lookup(KEYS)) == (None, None, NO_LOOKUP)
     with client.save(KEYS) as save, client.load(KEYS) as load:
@@ -113,14 +109,14 @@ def test_without_a_server_everything_is_a_miss_and_nothing_raises(tmp_path: Path
     client.close()
 
 
-def test_a_pool_of_ones_own_has_no_witness() -> None:
+def test_a_pool_of_ones_own_has_no_witness():
     pool = Pool(1, SLOT)
     assert pool.witness_path is None
     pool.close()
 
 
 @pytest.mark.parametrize("call", ["save", "load", "poll"])
-def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: str) -> None:
+def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call):
     tier, lane = DictTier(8), ManualLane(urgent_bound=9, bound=9)
     store = Store(Pool(8, SLOT), [(tier, lane)])
     if call != "save":
@@ -131,7 +127,7 @@ def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: s
         whole(store.sharing.limit({"ram": 8}))
     store.sharing.renewals = dict.fromkeys(range(8), 1)
 
-    def work(address: Address) -> None:
+    def work(address):
         own = hello(bytes(32), SLOT, stream=False)
         access = ServerAccess(address, own)
         with (
@@ -146,14 +142,14 @@ def test_a_client_hears_of_each_slot_it_gets_that_its_memory_was_renewed(call: s
             assert len(got.slots) == len(KEYS)
             assert client.pool.take_renewed() == sorted(got.slots)
 
-    async def scenario() -> None:
+    async def scenario():
         async with served(store) as server:
             await asyncio.to_thread(work, server.listeners[0].address)
 
     asyncio.run(scenario())
 
 
-def test_a_namespace_that_is_too_long_is_refused_in_words_and_not_cut() -> None:
+def test_a_namespace_that_is_too_long_is_refused_in_words_and_not_cut():
     assert hello(bytes(32), SLOT, stream=False, namespace="a" * 64).namespace == "a" * 64
     with pytest.raises(ConfigError, match="has 65 letters, expected at most 64: give the tenant"):
         hello(bytes(32), SLOT, stream=False, namespace="a" * 65)
@@ -162,7 +158,7 @@ def test_a_namespace_that_is_too_long_is_refused_in_words_and_not_cut() -> None:
         load_config(env={}, flags={"namespace": "a" * 65})
 
 
-def test_each_change_of_a_slots_memory_is_told_once() -> None:
+def test_each_change_of_a_slots_memory_is_told_once():
     reader, witness = os.pipe()
     pool = SharedPool(4, 4096, make_region(4 * 4096), witness)
     pool.hear([(1, 1), (3, 1)])

@@ -1,11 +1,8 @@
 """The configuration: sources and their order, parsing, errors, and LMCache's files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -38,20 +35,20 @@ extra_config: {'use_odirect': True}
 """
 
 
-def written(folder: Path, text: str) -> str:
+def written(folder, text):
     path = folder / "given.yaml"
     path.write_text(text)
     return str(path)
 
 
-def source_of(config: Config, key: str) -> str:
+def source_of(config, key):
     return next(row.source for row in describe(config) if row.key == key)
 
 
 # ---------------------------------------------------------------- sources
 
 
-def test_without_anything_the_defaults_hold() -> None:
+def test_without_anything_the_defaults_hold():
     config = load(env={})
     assert config == Config()
     rows = describe(config)
@@ -59,7 +56,7 @@ def test_without_anything_the_defaults_hold() -> None:
     assert all(row.unit and row.reason for row in rows)
 
 
-def test_each_source_beats_the_one_before(tmp_path: Path) -> None:
+def test_each_source_beats_the_one_before(tmp_path):
     text = "engine: {chunk_tokens: 512, host_engines: 3}\nserver: {timeout_ms: 5}\n"
     file = written(tmp_path, text)
     env = {"KVTIER_CONFIG_FILE": file, "KVTIER_HOST_ENGINES": "4", "KVTIER_SERVER_TIMEOUT_MS": "6"}
@@ -75,7 +72,7 @@ def test_each_source_beats_the_one_before(tmp_path: Path) -> None:
     assert source_of(config, "save_decode") == "default"
 
 
-def test_a_file_given_by_name_beats_the_environments(tmp_path: Path) -> None:
+def test_a_file_given_by_name_beats_the_environments(tmp_path):
     given = written(tmp_path, "chunk_tokens: 512\n")
     assert (
         load(
@@ -85,12 +82,12 @@ def test_a_file_given_by_name_beats_the_environments(tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_file_null_and_an_empty_variable_say_nothing(tmp_path: Path) -> None:
+def test_an_empty_file_null_and_an_empty_variable_say_nothing(tmp_path):
     assert load(written(tmp_path, "")) == Config()
     assert load(written(tmp_path, "ram_bytes: null\n"), env={"KVTIER_CHUNK_TOKENS": ""}) == Config()
 
 
-def test_a_lower_value_is_checked_even_when_a_higher_one_wins(tmp_path: Path) -> None:
+def test_a_lower_value_is_checked_even_when_a_higher_one_wins(tmp_path):
     with pytest.raises(ConfigError, match="chunk_tokens='many'"):
         load(written(tmp_path, "chunk_tokens: many\n"), env={}, flags={"chunk_tokens": 256})
 
@@ -98,7 +95,7 @@ def test_a_lower_value_is_checked_even_when_a_higher_one_wins(tmp_path: Path) ->
 # ---------------------------------------------------------------- sections
 
 
-def test_a_file_has_sections_and_each_key_is_in_one(tmp_path: Path) -> None:
+def test_a_file_has_sections_and_each_key_is_in_one(tmp_path):
     assert len(KEYS) <= 36
     text = "\n".join(file_lines((key, None, "a\ncomment") for key in KEYS))
     assert load(written(tmp_path, text)) == Config()
@@ -112,13 +109,13 @@ def test_a_file_has_sections_and_each_key_is_in_one(tmp_path: Path) -> None:
     assert config.remarks == ()
 
 
-def test_what_kvtier_writes_it_reads(tmp_path: Path) -> None:
+def test_what_kvtier_writes_it_reads(tmp_path):
     given = load(env={"KVTIER_REDIS_URL": "redis://h:1/0", "KVTIER_NAMESPACE": "on"})
     rows = [(row.key, row.value, row.reason) for row in describe(given)]
     assert load(written(tmp_path, "\n".join(file_lines(rows)))) == given
 
 
-def test_an_old_flat_name_is_read_and_told_its_new_one_once(tmp_path: Path) -> None:
+def test_an_old_flat_name_is_read_and_told_its_new_one_once(tmp_path):
     config = load(written(tmp_path, "server: unix:///s\nnvme_path: /kv\nnvme: {bytes: 1GiB}\n"))
     assert (config.server.address, config.nvme.path, config.nvme.bytes_) == (
         "unix:///s",
@@ -147,15 +144,13 @@ def test_an_old_flat_name_is_read_and_told_its_new_one_once(tmp_path: Path) -> N
         ("server: [a]", r"server='\(list\)' .* expected unix:///path"),
     ],
 )
-def test_a_key_that_is_not_in_its_section_is_an_error(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_key_that_is_not_in_its_section_is_an_error(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load(written(tmp_path, text))
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_says_what_does_it_now(tmp_path: Path, key: str) -> None:
+def test_a_removed_key_says_what_does_it_now(tmp_path, key):
     assert key not in KEYS
     message = f"'{key}' .* is not a key any more: {re.escape(REMOVED[key])}; remove it"
     with pytest.raises(ConfigError, match=message):
@@ -166,7 +161,7 @@ def test_a_removed_key_says_what_does_it_now(tmp_path: Path, key: str) -> None:
         load(written(tmp_path, f"{key}: 1\n"))
 
 
-def test_flags_may_have_sections() -> None:
+def test_flags_may_have_sections():
     config = load(env={}, flags={"nvme": {"path": "/kv"}, "ram_bytes": "1GiB"})
     assert (config.nvme.path, config.ram.bytes_) == ("/kv", GIB)
 
@@ -182,16 +177,14 @@ def test_flags_may_have_sections() -> None:
         ({"KVTIER_CHUNKTOKENS": "1"}, {}),
     ],
 )
-def test_an_unknown_key_is_an_error_that_names_the_nearest(
-    env: dict[str, str], flags: dict[str, object]
-) -> None:
+def test_an_unknown_key_is_an_error_that_names_the_nearest(env, flags):
     with pytest.raises(
         ConfigError, match=r"unknown key 'chunk_?tokens?' .* nearest is 'chunk_tokens'"
     ):
         load(env=env, flags=flags)
 
 
-def test_an_lmcache_key_in_our_file_says_which_variable_to_use(tmp_path: Path) -> None:
+def test_an_lmcache_key_in_our_file_says_which_variable_to_use(tmp_path):
     with pytest.raises(ConfigError, match="LMCACHE_CONFIG_FILE"):
         load(written(tmp_path, "max_local_cpu_size: 5.0\n"))
 
@@ -214,9 +207,7 @@ def test_an_lmcache_key_in_our_file_says_which_variable_to_use(tmp_path: Path) -
         ("log_level", "LOUD", "DEBUG"),
     ],
 )
-def test_a_bad_value_says_given_where_expected_and_what_to_do(
-    key: str, value: object, expected: str
-) -> None:
+def test_a_bad_value_says_given_where_expected_and_what_to_do(key, value, expected):
     with pytest.raises(ConfigError) as raised:
         load(env={}, flags={key: value})
     message = str(raised.value)
@@ -226,7 +217,7 @@ def test_a_bad_value_says_given_where_expected_and_what_to_do(
 
 
 @pytest.mark.parametrize("key", ["nvme_bytes", "redis_bytes", "redis_ttl_s"])
-def test_a_key_that_would_have_no_effect_is_an_error(key: str) -> None:
+def test_a_key_that_would_have_no_effect_is_an_error(key):
     with pytest.raises(
         ConfigError, match=f"{key}=4096 has no effect without (nvme_path|redis_url)"
     ):
@@ -236,7 +227,7 @@ def test_a_key_that_would_have_no_effect_is_an_error(key: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"), [("a: [", "is not YAML"), ("- a\n- b\n", "found list")]
 )
-def test_a_file_that_is_no_mapping_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_mapping_is_an_error(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load(written(tmp_path, text))
 
@@ -244,12 +235,12 @@ def test_a_file_that_is_no_mapping_is_an_error(tmp_path: Path, text: str, messag
 @pytest.mark.parametrize(
     "variable", ["KVTIER_CONFIG_FILE", "LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"]
 )
-def test_a_named_file_that_is_missing_is_an_error(variable: str) -> None:
+def test_a_named_file_that_is_missing_is_an_error(variable):
     with pytest.raises(ConfigError, match=r"'/nowhere/x.yaml' cannot be read"):
         load(env={variable: "/nowhere/x.yaml"})
 
 
-def test_a_kubernetes_service_called_kvtier_is_no_configuration() -> None:
+def test_a_kubernetes_service_called_kvtier_is_no_configuration():
     links = {
         "KVTIER_SERVICE_HOST": "10.0.0.1",
         "KVTIER_SERVICE_PORT": "7000",
@@ -261,7 +252,7 @@ def test_a_kubernetes_service_called_kvtier_is_no_configuration() -> None:
     assert load(env=links) == Config()
 
 
-def test_passwords_are_shown_nowhere() -> None:
+def test_passwords_are_shown_nowhere():
     config = load(env={}, flags={"redis_url": "redis://me:s3:c@ret@host:6379/0"})
     assert config.value("redis_url") == "redis://me:s3:c@ret@host:6379/0"
     shown = next(row.value for row in describe(config) if row.key == "redis_url")
@@ -294,15 +285,13 @@ def test_passwords_are_shown_nowhere() -> None:
         (2097152.0, 2 << 20),
     ],
 )
-def test_sizes(text: object, size: int) -> None:
+def test_sizes(text, size):
     assert parse_size(text) == size
     assert parse_size(exact_size(size)) == size
 
 
 @pytest.mark.parametrize("given", [64, "64", "1048575", "3"])
-def test_a_small_size_without_a_unit_is_an_error_everywhere(
-    given: int | str, tmp_path: Path
-) -> None:
+def test_a_small_size_without_a_unit_is_an_error_everywhere(given, tmp_path):
     """LMCache's max_local_cpu_size: 64 is GB. In a file, the environment and a flag as typed."""
     said = re.escape(f"{given} is {given} bytes: write {given}GiB, or {given}B for bytes")
     file = tmp_path / "kvtier.yaml"
@@ -321,7 +310,7 @@ def test_a_small_size_without_a_unit_is_an_error_everywhere(
         main(["plan", "--ram", str(given)])
 
 
-def test_a_small_size_that_is_written_is_read_again() -> None:
+def test_a_small_size_that_is_written_is_read_again():
     (section, _, line) = file_lines([("slot_bytes", 4096, "a comment")])
     assert (section, line) == ("server:", '  bytes: "4096B"') or line.endswith('"4096B"')
 
@@ -329,11 +318,11 @@ def test_a_small_size_that_is_written_is_read_again() -> None:
 @pytest.mark.parametrize(
     ("word", "value"), [("true", True), ("YES", True), ("1", True), ("off", False), (False, False)]
 )
-def test_flags(word: object, value: bool) -> None:
+def test_flags(word, value):
     assert load(env={}, flags={"save_decode": word}).engine.save_decode is value
 
 
-def test_default_sizes_leave_the_host_its_own() -> None:
+def test_default_sizes_leave_the_host_its_own():
     assert default_ram_bytes(8 * GIB) == 2 * GIB
     assert default_ram_bytes(1024 * GIB) == 32 * GIB
     assert default_bytes(100 * GIB) == 50 * GIB
@@ -344,7 +333,7 @@ def test_default_sizes_leave_the_host_its_own() -> None:
 
 
 @pytest.mark.parametrize("variable", ["LMCACHE_CONFIG_FILE", "OPTION_LMCACHE_CONFIG_FILE"])
-def test_lmis_example_file_is_understood(tmp_path: Path, variable: str) -> None:
+def test_lmis_example_file_is_understood(tmp_path, variable):
     config = load(env={variable: written(tmp_path, LMI_EXAMPLE)}, ranks=4)
     assert (config.engine.chunk_tokens, config.nvme.path) == (256, "/tmp/lmcache")
     assert (config.ram.bytes_, config.nvme.bytes_) == (4 * 210 * GIB, 4 * 66 * GIB)
@@ -358,7 +347,7 @@ def test_lmis_example_file_is_understood(tmp_path: Path, variable: str) -> None:
     assert source_of(config, "ram_bytes").endswith(": max_local_cpu_size")
 
 
-def test_our_file_and_variables_beat_lmcaches(tmp_path: Path) -> None:
+def test_our_file_and_variables_beat_lmcaches(tmp_path):
     (tmp_path / "lmcache.yaml").write_text(LMI_EXAMPLE)
     lmcache_file = str(tmp_path / "lmcache.yaml")
     assert (
@@ -376,7 +365,7 @@ def test_our_file_and_variables_beat_lmcaches(tmp_path: Path) -> None:
     assert f"LMCACHE_CONFIG_FILE={lmcache_file} is not read" in remark.text
 
 
-def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
+def test_lmcaches_variables_count_only_beside_its_file(tmp_path):
     variables = {
         "LMCACHE_CHUNK_SIZE": "512",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "2.5",
@@ -419,7 +408,7 @@ def test_lmcaches_variables_count_only_beside_its_file(tmp_path: Path) -> None:
         ("remote_url: redis://h1:1,h2:2", "redis:// names one host; several are redis-cluster://"),
     ],
 )
-def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: str) -> None:
+def test_no_lmcache_key_is_ignored_in_silence(tmp_path, line, told):
     config = load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)})
     assert config == Config()
     (remark,) = config.remarks
@@ -444,9 +433,7 @@ def test_no_lmcache_key_is_ignored_in_silence(tmp_path: Path, line: str, told: s
         ("blocking_timeout_secs: 10", "load_timeout_ms", 10_000),
     ],
 )
-def test_lmcache_keys_that_have_one_of_ours(
-    tmp_path: Path, line: str, key: str, value: object
-) -> None:
+def test_lmcache_keys_that_have_one_of_ours(tmp_path, line, key, value):
     assert load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)}).value(key) == value
 
 
@@ -463,22 +450,18 @@ def test_lmcache_keys_that_have_one_of_ours(
         ("chunk_size: many", "chunk_tokens='many'"),
     ],
 )
-def test_lmcache_values_that_cannot_be_had_are_errors(
-    tmp_path: Path, line: str, message: str
-) -> None:
+def test_lmcache_values_that_cannot_be_had_are_errors(tmp_path, line, message):
     with pytest.raises(ConfigError, match=message):
         load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, line)})
 
 
 @pytest.mark.parametrize("given", ["[" * 100_000, '{"a":' * 100_000])
-def test_lmcaches_extra_config_of_endless_levels_is_an_error_in_words(given: str) -> None:
+def test_lmcaches_extra_config_of_endless_levels_is_an_error_in_words(given):
     with pytest.raises(ConfigError, match="extra_config: JSON of too many levels"):
         lmcache.translate({"extra_config": given}, 1)
 
 
-def test_an_lmcache_password_is_not_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_lmcache_password_is_not_logged(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG, "kvtier"):
         for url in ("redis://:s3cret@h:1", "mooncakestore://u:s3cret@h:1"):
             tell(load(env={"LMCACHE_CONFIG_FILE": written(tmp_path, f"remote_url: {url}")}).remarks)
@@ -488,9 +471,7 @@ def test_an_lmcache_password_is_not_logged(
 
 @pytest.mark.parametrize("variable", ["OPTION_LMCACHE_CONFIG_FILE", "KVTIER_CONFIG_FILE"])
 @pytest.mark.parametrize("there", [True, False])
-def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(
-    variable: str, there: bool, tmp_path: Path
-) -> None:
+def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(variable, there, tmp_path):
     file = tmp_path / "sizes.yaml"
     if there:
         file.write_text("chunk_size: 256\n" if "LMCACHE" in variable else "ram_bytes: 1GiB\n")
@@ -501,9 +482,7 @@ def test_auto_config_beside_a_manual_file_is_an_error_that_names_both(
 
 
 @pytest.mark.parametrize("switch", ["OPTION_LMCACHE_AUTO_CONFIG", "KVTIER_AUTO"])
-def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(
-    switch: str, tmp_path: Path
-) -> None:
+def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(switch, tmp_path):
     file = written(
         tmp_path,
         "chunk_size: 512\nmax_local_cpu_size: 7\nlocal_disk: /kv\nmax_local_disk_size: 9\n",
@@ -519,7 +498,7 @@ def test_auto_config_beside_lmcaches_own_variable_warns_and_takes_the_sizes(
     assert (by_hand.ram.bytes_, by_hand.nvme.bytes_) == (7 * GIB, 9 * GIB)
 
 
-def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
+def test_a_missing_file_beside_auto_config_names_the_conflict():
     with pytest.raises(
         ConfigError,
         match=r"KVTIER_AUTO asks for auto-config .*/none.yaml.*LMCACHE_CONFIG_FILE.*not there",
@@ -528,9 +507,7 @@ def test_a_missing_file_beside_auto_config_names_the_conflict() -> None:
 
 
 @pytest.mark.parametrize("variable", ["KVTIER_AUTO", "OPTION_LMCACHE_AUTO_CONFIG"])
-def test_auto_config_beside_a_file_of_ours_without_sizes_fills_them_in(
-    variable: str, tmp_path: Path
-) -> None:
+def test_auto_config_beside_a_file_of_ours_without_sizes_fills_them_in(variable, tmp_path):
     """Such as one that names the servers of an engine's hosts."""
     file = tmp_path / "kvtier.yaml"
     file.write_text("nvme: {path: /kv}\nram: {bytes: }\nserver: {address: 'unix:///run/s'}\n")
@@ -549,13 +526,13 @@ def test_auto_config_beside_a_file_of_ours_without_sizes_fills_them_in(
         load(env={variable: "true", "KVTIER_CONFIG_FILE": str(file)})
 
 
-def test_auto_in_the_file_itself_is_its_own_wish(tmp_path: Path) -> None:
+def test_auto_in_the_file_itself_is_its_own_wish(tmp_path):
     file = tmp_path / "kvtier.yaml"
     file.write_text("auto: true\nram_bytes: 1GiB\n")
     assert load(file, env={}).engine.auto
 
 
-def test_auto_config_fills_only_what_nobody_set() -> None:
+def test_auto_config_fills_only_what_nobody_set():
     config = filled(
         load(env={"KVTIER_RAM_BYTES": "1GiB"}), {"ram_bytes": 5, "chunk_tokens": 3}, "plan"
     )
@@ -577,13 +554,13 @@ SECRET = "s3cr3t-0123456789abcdef"
         ("LMCACHE_EXTRA_CONFIG", f'["{SECRET}"]'),
     ],
 )
-def test_an_error_does_not_show_what_may_be_a_secret(variable: str, value: str) -> None:
+def test_an_error_does_not_show_what_may_be_a_secret(variable, value):
     with pytest.raises(ConfigError) as error:
         load(env={variable: value, "KVTIER_REPLACE_LMCACHE": "1"})
     assert SECRET not in str(error.value)
 
 
-def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
+def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long():
     with pytest.raises(ConfigError, match="server_token_file='token'"):
         load(env={"KVTIER_SERVER_TOKEN_FILE": "token"})
     with pytest.raises(ConfigError) as error:
@@ -601,9 +578,7 @@ def test_an_error_shows_a_file_that_is_none_and_cuts_what_is_long() -> None:
     ],
     ids=lambda extra: next(iter(extra)),
 )
-def test_lmcaches_secrets_are_not_logged(
-    extra: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lmcaches_secrets_are_not_logged(extra, caplog):
     caplog.set_level(logging.INFO)
     tell(
         load(env={"LMCACHE_EXTRA_CONFIG": json.dumps(extra), "KVTIER_REPLACE_LMCACHE": "1"}).remarks

@@ -4,8 +4,6 @@ an engine.
 What kvtier has is used. What it lacks is named in warnings, and RAM and NVMe serve without it.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 import yaml
 
 from kvtier.config import lmcache
-from kvtier.config.keys import Config, Remark
+from kvtier.config.keys import Config
 from kvtier.config.load import load
 
 FILES = Path(__file__).parents[2] / "data" / "lmcache"
@@ -58,29 +56,29 @@ PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 SENTINELS = ("redis_sentinel", "redis_cluster")
 
 
-def of(name: str, **env: str) -> Config:
+def of(name, **env):
     return load(env={"LMCACHE_CONFIG_FILE": str(FILES / f"{name}.yaml"), **env})
 
 
-def warnings(config: Config) -> list[Remark]:
+def warnings(config):
     return [remark for remark in config.remarks if remark.level >= logging.WARNING]
 
 
-def test_every_file_is_tested() -> None:
+def test_every_file_is_tested():
     assert {file.stem for file in FILES.glob("*.yaml")} == LOADED.keys() | PARTLY.keys() | set(
         SENTINELS
     )
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_a_documented_file_is_loaded_whole(name: str) -> None:
+def test_a_documented_file_is_loaded_whole(name):
     config = of(name)
     assert config == Config().with_keys(**LOADED[name])
     assert warnings(config) == []
 
 
 @pytest.mark.parametrize("name", PARTLY)
-def test_a_warning_names_each_key_that_kvtier_lacks_and_the_rest_serves(name: str) -> None:
+def test_a_warning_names_each_key_that_kvtier_lacks_and_the_rest_serves(name):
     expected, named = PARTLY[name]
     config = of(name)
     assert config == Config().with_keys(**expected)
@@ -90,7 +88,7 @@ def test_a_warning_names_each_key_that_kvtier_lacks_and_the_rest_serves(name: st
 
 
 @pytest.mark.parametrize("name", [*LOADED, *PARTLY])
-def test_every_key_is_remarked_on_once(name: str) -> None:
+def test_every_key_is_remarked_on_once(name):
     content = yaml.safe_load((FILES / f"{name}.yaml").read_text())
     extra = content.pop("extra_config", {})
     said = "\n".join(remark.text for remark in of(name).remarks)
@@ -114,16 +112,14 @@ def test_every_key_is_remarked_on_once(name: str) -> None:
         ("redis_cluster", {}, "redis+cluster://n1:6379,n2:6379"),
     ],
 )
-def test_sentinel_and_cluster_in_kvtiers_words(
-    name: str, service: dict[str, str], url: str
-) -> None:
+def test_sentinel_and_cluster_in_kvtiers_words(name, service, url):
     raw = yaml.safe_load((FILES / f"{name}.yaml").read_text())
     notes = lmcache.translate({**raw, **service}, ranks=1)
     assert [note.value for note in notes if note.ours == "redis_url"] == [url]
     assert not any(note.lost for note in notes)
 
 
-def test_sentinels_service_comes_from_the_variable_that_lmcache_reads() -> None:
+def test_sentinels_service_comes_from_the_variable_that_lmcache_reads():
     env = {"REDIS_SERVICE_NAME": "kv", "LMCACHE_CHUNK_SIZE": "256"}
     for every in (False, True):
         assert lmcache.from_environment(env, every=every)["redis_service_name"] == "kv"
@@ -133,7 +129,7 @@ def test_sentinels_service_comes_from_the_variable_that_lmcache_reads() -> None:
 @pytest.mark.parametrize(
     "lines", ["local_disk: /a\nremote_url: file:///b", "remote_url: file:///b\nlocal_disk: /a"]
 )
-def test_two_folders_are_one_too_many(tmp_path: Path, lines: str) -> None:
+def test_two_folders_are_one_too_many(tmp_path, lines):
     file = tmp_path / "two.yaml"
     file.write_text(lines)
     config = load(env={"LMCACHE_CONFIG_FILE": str(file)})
@@ -149,14 +145,12 @@ def test_two_folders_are_one_too_many(tmp_path: Path, lines: str) -> None:
         ("mooncakestore://m:50051/", "KVTIER_MOONCAKE_URL='mooncake://master:50051?bytes=64GiB'"),
     ],
 )
-def test_a_store_that_kvtier_has_under_a_key_of_its_own_is_named_by_that_key(
-    url: str, told: str
-) -> None:
+def test_a_store_that_kvtier_has_under_a_key_of_its_own_is_named_by_that_key(url, told):
     (note,) = lmcache.translate({"remote_url": url}, ranks=1)
     assert note.lost and told in note.reason
 
 
-def test_a_key_that_is_misspelt_is_told_from_one_that_kvtier_lacks() -> None:
+def test_a_key_that_is_misspelt_is_told_from_one_that_kvtier_lacks():
     raw = {"chunck_size": 128, "enable_p2p": True, "max_local_cpu_sise": 0}
     typo, lacking, other = lmcache.translate(raw, ranks=1)
     assert typo.lost and typo.reason.endswith("has no effect; chunk_size is one")
@@ -164,7 +158,7 @@ def test_a_key_that_is_misspelt_is_told_from_one_that_kvtier_lacks() -> None:
     assert other.lost and "max_local_cpu_size is one" in other.reason
 
 
-def test_what_every_tutorial_of_lmcaches_sets_is_no_warning(tmp_path: Path) -> None:
+def test_what_every_tutorial_of_lmcaches_sets_is_no_warning(tmp_path):
     file = tmp_path / "none.yaml"
     file.write_text("chunk_size: 256\n")
     env = {"LMCACHE_CONFIG_FILE": str(file), "LMCACHE_USE_EXPERIMENTAL": "True"}

@@ -1,10 +1,7 @@
 """LMI's two forms of an option, LMCache's variables, and what wins when several speak at once."""
 
-from __future__ import annotations
-
 import logging
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +23,7 @@ DJL = {
 
 
 @pytest.fixture(autouse=True)
-def no_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def no_container(monkeypatch, tmp_path):
     """Where LMI would keep its file: not there unless a test writes it."""
     usual = tmp_path / "usual.properties"
     monkeypatch.setattr(lmi, "SERVING_PROPERTIES", str(usual))
@@ -47,13 +44,13 @@ def no_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("option.x", ""),
     ],
 )
-def test_java_properties(text: str, value: str) -> None:
+def test_java_properties(text, value):
     assert lmi.parse(text)["option.x"] == value
 
 
 def test_serving_properties_is_found_where_lmi_keeps_it_and_where_it_is_named(
-    no_container: Path, tmp_path: Path
-) -> None:
+    no_container, tmp_path
+):
     assert load(env={}).engine.auto is False
     no_container.write_text("engine=Python\noption.lmcache_auto_config=true\n")
     assert load(env={}).engine.auto is True
@@ -64,12 +61,12 @@ def test_serving_properties_is_found_where_lmi_keeps_it_and_where_it_is_named(
     assert load(env=named).engine.auto is False, "the model's own file comes first"
 
 
-def test_a_named_file_that_is_not_there_is_an_error() -> None:
+def test_a_named_file_that_is_not_there_is_an_error():
     with pytest.raises(ConfigError, match=r"'/none/serving.properties' cannot be read"):
         load(env={"KVTIER_PROPERTIES_FILE": "/none/serving.properties"})
 
 
-def test_a_config_file_named_there_counts_from_its_folder(tmp_path: Path) -> None:
+def test_a_config_file_named_there_counts_from_its_folder(tmp_path):
     (tmp_path / "lm.yaml").write_text("chunk_size: 512\n")
     properties = tmp_path / "serving.properties"
     properties.write_text("option.lmcache_config_file=lm.yaml\n")
@@ -80,7 +77,7 @@ def test_a_config_file_named_there_counts_from_its_folder(tmp_path: Path) -> Non
     )
 
 
-def test_file_and_auto_together_are_refused_naming_both(tmp_path: Path) -> None:
+def test_file_and_auto_together_are_refused_naming_both(tmp_path):
     (tmp_path / "lm.yaml").write_text("chunk_size: 512\n")
     properties = tmp_path / "serving.properties"
     properties.write_text("option.lmcache_config_file=lm.yaml\noption.lmcache_auto_config=true\n")
@@ -93,11 +90,11 @@ def test_file_and_auto_together_are_refused_naming_both(tmp_path: Path) -> None:
 # -- LMCache's variables ---------------------------------------------------------------------------
 
 
-def test_without_the_word_lmcache_variables_are_not_ours() -> None:
+def test_without_the_word_lmcache_variables_are_not_ours():
     assert load(env=DJL).sources == {}
 
 
-def test_with_the_word_each_lmcache_variable_is_read_and_answered_for() -> None:
+def test_with_the_word_each_lmcache_variable_is_read_and_answered_for():
     found = load(env={**DJL, "KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_ENABLE_P2P": "True"}, ranks=2)
     assert (found.ram.bytes_, found.nvme.bytes_, found.nvme.path) == (
         20 * GIB,
@@ -113,7 +110,7 @@ def test_with_the_word_each_lmcache_variable_is_read_and_answered_for() -> None:
     assert "enable_p2p=True: has no effect" in warning.text
 
 
-def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_path: Path) -> None:
+def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_path):
     env = {**DJL, "KVTIER_REPLACE_LMCACHE": "true", "KVTIER_RAM_BYTES": "3GiB"}
     assert load(env=env).ram.bytes_ == 3 * GIB
     (tmp_path / "own.yaml").write_text("chunk_tokens: 128\n")
@@ -121,7 +118,7 @@ def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_pa
     assert (own.engine.chunk_tokens, own.nvme.path, own.ram.bytes_) == (128, None, 3 * GIB)
 
 
-def test_the_word_must_be_a_flag_and_is_no_key() -> None:
+def test_the_word_must_be_a_flag_and_is_no_key():
     assert [
         replaces_lmcache({"KVTIER_REPLACE_LMCACHE": text}) for text in ("1", "true", "0", "")
     ] == [
@@ -137,14 +134,14 @@ def test_the_word_must_be_a_flag_and_is_no_key() -> None:
     assert load(env={"KVTIER_REPLACE_LMCACHE": "1", "KVTIER_PROPERTIES_FILE": ""}).sources == {}
 
 
-def test_lmcaches_connector_settings_are_named_and_not_ours() -> None:
+def test_lmcaches_connector_settings_are_named_and_not_ours():
     given = {"lmcache_rpc_port": "x", "chunk_tokens": 512}
     assert load(env={"KVTIER_REPLACE_LMCACHE": "1"}, flags=given).engine.chunk_tokens == 512
     with pytest.raises(ConfigError, match="unknown key 'lmcache_rpc_port'"):
         load(env={}, flags=given)
 
 
-def test_lmis_own_sizes_are_the_most_auto_config_may_take() -> None:
+def test_lmis_own_sizes_are_the_most_auto_config_may_take():
     """LMI counts neither the cgroup nor what the disk holds. A smaller size of kvtier's plan wins,
     a larger one not."""
     env = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "True"}
@@ -156,7 +153,7 @@ def test_lmis_own_sizes_are_the_most_auto_config_may_take() -> None:
     assert (planned.nvme.bytes_, planned.nvme.path) == (100 * GIB, "/tmp/lmcache")
 
 
-def test_a_disk_that_auto_config_leaves_out_is_not_used_unless_its_size_was_given() -> None:
+def test_a_disk_that_auto_config_leaves_out_is_not_used_unless_its_size_was_given():
     plan = {"ram_bytes": GIB}
     place = {"KVTIER_AUTO": "1", "KVTIER_NVME_PATH": "/dev/shm/x"}
     assert filled(load(env=place), plan, "auto-config").nvme.path is None
@@ -170,11 +167,11 @@ def test_a_disk_that_auto_config_leaves_out_is_not_used_unless_its_size_was_give
 
 
 @pytest.fixture
-def factory(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+def factory(monkeypatch):
     """vLLM's registry of connectors with LMCache's in it, without vLLM."""
     known: dict[str, object] = {"LMCacheConnectorV1": "lmcache's"}
 
-    def register_connector(name: str, module: str, cls: str) -> None:
+    def register_connector(name, module, cls):
         assert name not in known, "vLLM refuses a name twice"
         known[name] = (module, cls)
 
@@ -191,9 +188,7 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return known
 
 
-def test_the_plug_in_takes_lmcaches_place_only_when_told(
-    factory: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plug_in_takes_lmcaches_place_only_when_told(factory, monkeypatch):
     from kvtier.connectors.vllm import register
 
     ours = ("kvtier.connectors.vllm", "KVTierConnector")
@@ -205,7 +200,7 @@ def test_the_plug_in_takes_lmcaches_place_only_when_told(
     assert factory == {"LMCacheConnectorV1": ours, "KVTierConnector": ours}
 
 
-def test_a_misspelt_option_is_told_with_the_nearest(tmp_path: Path) -> None:
+def test_a_misspelt_option_is_told_with_the_nearest(tmp_path):
     """LMI itself says nothing, and the defaults would serve."""
     file = tmp_path / "serving.properties"
     file.write_text("option.lmcache_autoconfig=true\noption.tensor_parallel_degree=1\n")

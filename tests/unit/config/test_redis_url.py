@@ -1,11 +1,7 @@
 """redis_url: what is understood, what is refused with what words, and that no password is ever
 shown."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -47,14 +43,14 @@ ONE = (("h", 6379),)
         ("valkey+sentinel://h/main", "sentinel", (("h", 26379),), 0),
     ],
 )
-def test_what_is_understood(text: str, kind: str, seeds: Any, database: int) -> None:
+def test_what_is_understood(text, kind, seeds, database):
     url = parse(text)
     assert (url.kind, url.seeds, url.database, url.tls) == (kind, seeds, database, None)
     assert url.service == ("main" if kind == "sentinel" else "")
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys", "rediss+cluster", "valkeys+cluster"])
-def test_tls_is_by_scheme_and_verifies(scheme: str) -> None:
+def test_tls_is_by_scheme_and_verifies(scheme):
     assert parse(f"{scheme}://h").tls == Tls()
     given_ = "?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem&ssl_check_hostname=false"
     assert parse(f"{scheme}://h{given_}").tls == Tls("/ca.pem", "/c.pem", "/k.pem", True, False)
@@ -74,18 +70,18 @@ def test_tls_is_by_scheme_and_verifies(scheme: str) -> None:
         ("redis+cluster://u:p@h,o", Login("u", "p")),
     ],
 )
-def test_who_logs_in(text: str, login: Login) -> None:
+def test_who_logs_in(text, login):
     assert parse(text).login == login
     assert parse(text).sentinel_login == Login()
 
 
-def test_sentinels_have_a_login_of_their_own() -> None:
+def test_sentinels_have_a_login_of_their_own():
     url = parse("redis+sentinel://:p@h/main?sentinel_username=s&sentinel_password=q")
     assert (url.login, url.sentinel_login) == (Login(None, "p"), Login("s", "q"))
     assert url.masked == "redis+sentinel://:***@h:26379/main/0?sentinel_password=***"
 
 
-def test_a_socket_has_a_path_and_a_database() -> None:
+def test_a_socket_has_a_path_and_a_database():
     url = parse("unix:///run/my%20redis.sock?db=2")
     assert (url.path, url.database, url.seeds, url.label) == (
         "/run/my redis.sock",
@@ -143,7 +139,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_refused_says_what_to_write(text: str) -> None:
+def test_what_is_refused_says_what_to_write(text):
     with pytest.raises(ConfigError, match=REFUSED[text]):
         parse(text)
     with pytest.raises(ConfigError, match=REFUSED[text]) as raised:
@@ -155,7 +151,7 @@ def test_what_is_refused_says_what_to_write(text: str) -> None:
 
 
 @pytest.mark.parametrize("given_", [6379, ["redis://h"], True])
-def test_what_is_no_text_is_refused(given_: object) -> None:
+def test_what_is_no_text_is_refused(given_):
     with pytest.raises(ConfigError, match="redis_url="):
         load(env={}, flags={"redis_url": given_})
 
@@ -171,11 +167,11 @@ def test_what_is_no_text_is_refused(given_: object) -> None:
         ("redis+cluster://h:1,127.0.0.1:2", True),
     ],
 )
-def test_whether_it_takes_this_host_s_memory(text: str, local: bool) -> None:
+def test_whether_it_takes_this_host_s_memory(text, local):
     assert parse(text).local == local
 
 
-def test_a_certificate_file_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+def test_a_certificate_file_that_is_not_there_is_said_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="certificate files cannot be used: No such file"):
         RedisServers(f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem")
     (tmp_path / "ca.pem").write_text("no certificate")
@@ -207,7 +203,7 @@ ROADS = [
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(ANY, ANY, st.booleans(), st.sampled_from(ROADS))
-def test_no_road_shows_a_password(before: str, after: str, escaped: bool, road: str) -> None:
+def test_no_road_shows_a_password(before, after, escaped, road):
     secret = before + SECRET + after
     url = road.format(quote(secret, safe="") if escaped else secret)
     said = [masked_url(url), str(masked(url)), value_text("redis_url", url)]
@@ -219,12 +215,12 @@ def test_no_road_shows_a_password(before: str, after: str, escaped: bool, road: 
     assert SECRET not in "\n".join(said)
 
 
-def read_configuration(url: str) -> list[str]:
+def read_configuration(url):
     config = load(env={"KVTIER_REDIS_URL": url})
     return [repr(parse(url)), *(str(row) for row in describe(config))]
 
 
-def look_at_it(url: str) -> list[str]:
+def look_at_it(url):
     """As doctor and plan do."""
     if not hasattr(parse(url), "label"):
         return []
@@ -245,7 +241,7 @@ def look_at_it(url: str) -> list[str]:
     return [*said, str(seen.reachable), as_json(plan), *map(str, plan.left_out)]
 
 
-def open_tier(url: str) -> list[str]:
+def open_tier(url):
     servers = RedisServers(url, timeout_s=0.2)
     RedisTier(servers, Form("kvtier", b"x"), 1 << 20, 4096).close()
     return [servers.label]
@@ -255,13 +251,7 @@ def open_tier(url: str) -> list[str]:
 @pytest.mark.parametrize(
     "command", [["config"], ["doctor", "--no-engine"], ["plan", "--no-measure"]]
 )
-def test_no_command_shows_a_password(
-    url: str,
-    command: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_no_command_shows_a_password(url, command, monkeypatch, capfd, caplog):
     monkeypatch.setenv("KVTIER_REDIS_URL", url)
     monkeypatch.setenv("KVTIER_REDIS_BYTES", "16MiB")
     with caplog.at_level(logging.DEBUG):

@@ -1,14 +1,12 @@
 """``admin.engines``: what is a list of event streams, and what is none."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.config.streams import Stream, parse, parse_one
 from kvtier.config.values import masked
 
 
-def test_names_endpoints_and_replay_endpoints() -> None:
+def test_names_endpoints_and_replay_endpoints():
     text = (
         "engine-1=tcp://10.0.0.1:5557?replay=5558, b=tcp://[::1]:1?replay=tcp://h:2,"
         "c=ipc:///run/e?replay=ipc:///run/r,d=tcp://host.name:3"
@@ -21,7 +19,7 @@ def test_names_endpoints_and_replay_endpoints() -> None:
     ]
 
 
-def test_a_servers_own_stream_has_no_name() -> None:
+def test_a_servers_own_stream_has_no_name():
     assert parse_one("tcp://127.0.0.1:5561?replay=5562") == Stream(
         "server", "tcp://127.0.0.1:5561", "tcp://127.0.0.1:5562"
     )
@@ -52,12 +50,12 @@ def test_a_servers_own_stream_has_no_name() -> None:
         ",".join(f"e{number}=tcp://h:1" for number in range(65)),
     ],
 )
-def test_what_is_no_list_of_streams(text: str) -> None:
+def test_what_is_no_list_of_streams(text):
     with pytest.raises(ValueError, match="no list of event streams"):
         parse(text)
 
 
-def test_streams_are_shown_as_they_are_and_a_password_in_them_is_not() -> None:
+def test_streams_are_shown_as_they_are_and_a_password_in_them_is_not():
     for text in (
         "engine-1=tcp://10.0.0.1:5557?replay=5558",
         "a=ipc:///run/e?replay=ipc:///run/r, b=tcp://h:1?replay=2",

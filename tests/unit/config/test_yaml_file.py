@@ -1,9 +1,5 @@
 """Configuration files: nothing is taken twice, and no file costs more than its size."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kvtier.config.load import load
@@ -17,11 +13,11 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return tmp_path / "kvtier.yaml"
 
 
-def refusal(file: Path, text: str | bytes) -> str:
+def refusal(file, text):
     """By either kind of file, as an operator names it."""
     file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ConfigError) as ours:
@@ -50,14 +46,12 @@ def refusal(file: Path, text: str | bytes) -> str:
         ("a: &x {b: 1}\nc:\n  <<: *x\n  <<: *x\n", "line 4: the key '<<' stands in line 3"),
     ],
 )
-def test_a_key_that_stands_twice_is_refused_with_both_lines(
-    file: Path, text: str, words: str
-) -> None:
+def test_a_key_that_stands_twice_is_refused_with_both_lines(file, text, words):
     assert words in refusal(file, text)
     assert "remove one of them" in refusal(file, text)
 
 
-def test_a_key_of_a_merged_mapping_may_be_given_anew(file: Path) -> None:
+def test_a_key_of_a_merged_mapping_may_be_given_anew(file):
     file.write_text("a: &x {b: 1, c: 2}\nd: {<<: *x, b: 3}\n")
     assert read_yaml(file) == {"a": {"b": 1, "c": 2}, "d": {"b": 3, "c": 2}}
 
@@ -65,12 +59,12 @@ def test_a_key_of_a_merged_mapping_may_be_given_anew(file: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["a: " + "[" * 100_000, "a: " + "{" * 100_000, "- " * 100_000, "? " * 100_000]
 )
-def test_levels_are_bounded_before_the_rest_is_read(file: Path, text: str) -> None:
+def test_levels_are_bounded_before_the_rest_is_read(file, text):
     """Without the bound such a file takes PyYAML hours."""
     assert f"line 1: more than {MOST_DEPTH} levels" in refusal(file, text)
 
 
-def test_levels_up_to_the_bound_are_read(file: Path) -> None:
+def test_levels_up_to_the_bound_are_read(file):
     deep = MOST_DEPTH - 2
     file.write_text("a: " + "[" * deep + "1" + "]" * deep)
     assert "a" in read_yaml(file)
@@ -79,30 +73,30 @@ def test_levels_up_to_the_bound_are_read(file: Path) -> None:
     )
 
 
-def test_what_aliases_stand_for_is_counted(file: Path) -> None:
+def test_what_aliases_stand_for_is_counted(file):
     assert f"line 5: more than {MOST_NODES:,} values, counting what aliases stand for" in refusal(
         file, LAUGHS
     )
 
 
 @pytest.mark.parametrize("text", ["a: &b {c: *b}", "&a b: &c [*c]"])
-def test_an_alias_of_what_it_lies_in_is_refused(file: Path, text: str) -> None:
+def test_an_alias_of_what_it_lies_in_is_refused(file, text):
     assert "line 1: an alias inside of what it stands for" in refusal(file, text)
 
 
-def test_values_up_to_the_bound_are_read_and_a_few_aliases_with_them(file: Path) -> None:
+def test_values_up_to_the_bound_are_read_and_a_few_aliases_with_them(file):
     file.write_text("a: &a [1, 2]\nb: *a\nc: [" + "1," * (MOST_NODES - 11) + "]")
     assert read_yaml(file)["b"] == [1, 2]
     assert "values" in refusal(file, "a: &a [1, 2]\nb: *a\nc: [" + "1," * (MOST_NODES - 10) + "]")
 
 
-def test_a_file_of_another_size_than_a_configuration_is_not_parsed(file: Path) -> None:
+def test_a_file_of_another_size_than_a_configuration_is_not_parsed(file):
     file.write_bytes(b"#" * MOST_BYTES)
     assert read_yaml(file) == {}
     assert f"more than {MOST_BYTES:,} bytes" in refusal(file, b"#" * (MOST_BYTES + 1))
 
 
-def test_a_file_without_an_end_is_not_read_to_its_end() -> None:
+def test_a_file_without_an_end_is_not_read_to_its_end():
     with pytest.raises(ConfigError, match="more than"):
         read_yaml("/dev/zero")
 
@@ -125,7 +119,7 @@ SECRET = "s3cr3t-of-the-operator"
         f"redis_url: {{{SECRET}: 1, {SECRET}",
     ],
 )
-def test_an_error_names_the_line_and_does_not_quote_it(file: Path, text: str) -> None:
+def test_an_error_names_the_line_and_does_not_quote_it(file, text):
     told = refusal(file, text)
     assert "is not YAML: " in told
     assert SECRET not in told

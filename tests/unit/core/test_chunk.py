@@ -1,7 +1,5 @@
 """Keys: equal exactly when the KV bytes must be equal."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 import sys
@@ -96,7 +94,7 @@ CHUNK_BYTES = 4 * LAYOUT.chunk_tokens
 SPLIT = st.tuples(*[st.integers(0, 12)] * 3)
 
 
-def cut(flat: bytes, split: tuple[int, int, int]) -> tuple[bytes, dict[int, bytes], list[int]]:
+def cut(flat, split):
     """Read a run of bytes as a prompt: so many of the extra, of the first chunk's media and of the
     second's, each before what belongs to it."""
     parts, at = [], 0

@@ -1,8 +1,6 @@
 """What is missing is installed by the packages' own names: no index has kvtier, so that a command
 with that name in it would install whatever a stranger put there."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Lanes: bounded, reads first, never stopped by a failing work. Steps are ordered by events, not by
 sleeping."""
 
-from __future__ import annotations
-
 import logging
 import threading
 
@@ -13,15 +11,15 @@ from tests.child_process import DEADLINE_S
 class Gate:
     """A work that holds the lane's thread until it is opened."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.welcomed, self.opened = threading.Event(), threading.Event()
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.welcomed.set()
         assert self.opened.wait(DEADLINE_S)
 
 
-def held_lane(threads: int = 1, bound: int = 2) -> tuple[Lane, Gate]:
+def held_lane(threads=1, bound=2):
     lane, gate = Lane("test", threads, urgent_bound=bound, bound=bound), Gate()
     assert lane.submit(gate)
     assert gate.welcomed.wait(DEADLINE_S)
@@ -56,7 +54,7 @@ def test_a_lane_is_idle_when_no_work_waits_or_runs():
     assert lane.is_idle
 
 
-def _fail() -> None:
+def _fail():
     raise ValueError("injected")
 
 

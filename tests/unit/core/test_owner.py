@@ -1,7 +1,5 @@
 """Owner: the same number on every server and after every restart, and who may drop what."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

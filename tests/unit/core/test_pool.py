@@ -1,8 +1,6 @@
 """The shared region: equal aligned slots that other processes of the user can map, and nothing left
 behind."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import gc
@@ -114,13 +112,13 @@ def test_a_region_that_is_said_to_have_no_slots_is_closed():
     assert descriptors() == before
 
 
-def shared(owner: Pool) -> tuple[SharedPool, int]:
+def shared(owner):
     """A server's pool as an engine maps it, and the server's end of its witness."""
     ours, theirs = os.pipe()
     return SharedPool(owner.slots, owner.slot_bytes, os.dup(owner.fd), theirs), ours
 
 
-def let_go(witness: int) -> bool:
+def let_go(witness):
     """Whether the server sees that nobody has the pool mapped."""
     ended = bool(select.select([witness], [], [], 0)[0])
     assert not ended or os.read(witness, 1) == b""
@@ -206,7 +204,7 @@ def test_too_much_memory_is_refused_with_the_remedy():
         Pool(1 << 40, 1 << 20)
 
 
-def mapped_pages(pool: Pool) -> int:
+def mapped_pages(pool):
     """Pages of the region that this mapping of it has."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(pool.buffer))
     for mapping in re.split(

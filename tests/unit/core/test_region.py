@@ -1,8 +1,6 @@
 """Huge pages under a pool: where the machine gives them, and what happens where it does not, or
 takes them away."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap
@@ -37,7 +35,7 @@ def test_every_mapping_begins_with_a_huge_page():
 
 
 def test_a_mapping_leaves_no_address_space_behind():
-    def reserved() -> int:
+    def reserved():
         with open("/proc/self/statm", encoding="utf-8") as statm:
             return int(statm.read().split()[0])
 
@@ -105,7 +103,7 @@ def test_the_end_of_a_region_that_is_no_whole_huge_page_is_present_and_small():
 def test_where_the_kernel_makes_none_pages_are_present_and_small(monkeypatch):
     asked, advise = [], region.advise
 
-    def counting(memory: region.Memory, begin: int, end: int, advice: int) -> bool:
+    def counting(memory, begin, end, advice):
         if advice == 999:
             asked.append(begin)
         return advise(memory, begin, end, advice)
@@ -196,7 +194,7 @@ def test_too_few_reserved_pages_are_left_to_others():
 def test_pages_that_run_out_in_the_middle_are_left_to_others(monkeypatch):
     whole = os.posix_fallocate
 
-    def half(fd: int, offset: int, length: int) -> None:
+    def half(fd, offset, length):
         whole(fd, offset, length // HUGE_BYTES // 2 * HUGE_BYTES)
         raise OSError(errno.ENOSPC, "no more for you")
 
@@ -259,7 +257,7 @@ def test_no_reserved_page_is_ever_missing():
         assert (done.stdout, done.stderr, done.returncode) == (f"b'y' {SLOTS * SLOT}\n", "", 0)
 
 
-def of_a_server(fd: int) -> SharedPool:
+def of_a_server(fd):
     ours, theirs = os.pipe()
     os.close(ours)
     return SharedPool(SLOTS, SLOT, fd, theirs)

@@ -1,17 +1,14 @@
 """``policy: auto``, in RAM and below: the leader of the shadows rules, none of them runs under the
 Store's lock, a setting changes under it only, all of it is bounded."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvtier.bench.traces.chains import key_of
 from kvtier.bench.traces.mooncake import Request
 from kvtier.bench.traces.simulate import OVER, Cache, simulate
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, whole
@@ -30,11 +27,11 @@ LAYOUT = ChunkLayout(fingerprint({"model": "adaptive"}), 1, 1, (SLOT,))
 RAM, NVME = 12, 60
 
 
-def run_of(*names: object) -> tuple[ChunkKey, ...]:
+def run_of(*names):
     return tuple(map(key_of, names))
 
 
-def scans_and_a_loop(requests: int) -> Iterator[Request]:
+def scans_and_a_loop(requests):
     """Twelve prompts that come in turn, among so many that come once that neither place holds any
     of them by LRU."""
     for number in range(requests):
@@ -42,7 +39,7 @@ def scans_and_a_loop(requests: int) -> Iterator[Request]:
         yield Request(float(number), run_of(*((place, at) for at in range(4))))
 
 
-def what_comes_again_comes_soon(requests: int) -> Iterator[Request]:
+def what_comes_again_comes_soon(requests):
     """LRU's own load: each prompt comes twice, the second time after some others."""
     for number in range(requests):
         for place in (number, max(0, number - 8)):
@@ -54,14 +51,14 @@ class Lock:
 
     held = False
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.held = True
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *raised):
         self.held = False
 
 
-def follow(one: Adaptive, requests: Iterator[Request], lock: Lock) -> None:
+def follow(one, requests, lock):
     sessions = Sessions(10_000)
     for request in requests:
         prompt = SessionPrompt(request.run, sessions.seen(request.run))
@@ -69,7 +66,7 @@ def follow(one: Adaptive, requests: Iterator[Request], lock: Lock) -> None:
             assert not lock.held, "no pause with the lock"
 
 
-def drive(store: Store, spare: ManualLane, run: Sequence[ChunkKey]) -> int:
+def drive(store, spare, run):
     with store.load(run) as load:
         served = load.poll().ready
     with store.save(run) as lease:
@@ -78,14 +75,14 @@ def drive(store: Store, spare: ManualLane, run: Sequence[ChunkKey]) -> int:
     return served
 
 
-def made(slots: int = 60) -> tuple[Store, ManualLane, Adaptive]:
+def made(slots=60):
     adaptive, spare = Adaptive(), ManualLane(bound=1)
     store = Store(Pool(slots, SLOT), orders=adaptive.orders(), spare=spare)
     spare.run()
     return store, spare, adaptive
 
 
-def room_in(shadows: Shadows) -> int:
+def room_in(shadows):
     """Of each of them."""
     (room,) = {each.room for each in shadows._shadows}
     return room
@@ -119,7 +116,7 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypat
     store, spare, adaptive = made(64)
     pauses = []
 
-    def look(seconds: float) -> None:
+    def look(seconds):
         assert not store._lock.locked()
         pauses.append(seconds)
 
@@ -213,7 +210,7 @@ def test_its_setting_follows_the_load_and_changes_under_the_lock(monkeypatch):
     lock, settle = Lock(), live.settle
     settled = list[Setting]()
 
-    def look(this: Segments, setting: Setting) -> None:
+    def look(this, setting):
         assert this is live and lock.held
         settled.append(setting)
         settle(setting)

@@ -1,16 +1,13 @@
 """A tier that is written when RAM drops a chunk: copies of what RAM keeps give their room to other
 chunks, are written again in time, and stay where that goes wrong."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 
 import pytest
 
 from kvtier.bench.queue.traffic import traffic
 from kvtier.bench.traces.mooncake import BLOCK_TOKENS
-from kvtier.bench.traces.simulate import Cache, Result, simulate, unique
+from kvtier.bench.traces.simulate import Cache, simulate, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.exclusive import Exclusive
@@ -28,7 +25,7 @@ class Two:
     """RAM's order and that of the tier below, without chunks. RAM keeps some that the tier has
     too. The tier has older ones that RAM does not have."""
 
-    def __init__(self, kept: int = 0, ram: int = RAM) -> None:
+    def __init__(self, kept=0, ram=RAM):
         self.ram = Segments(ram)
         self.ram.settle(HALF)
         self.below = Exclusive(BELOW, self.ram)
@@ -40,13 +37,13 @@ class Two:
             order.used(self.kept)
             order.ordered(self.kept)
 
-    def write(self, count: int) -> None:
+    def write(self, count):
         """So many chunks that come once are written below."""
         first = 100 + self.written
         self.below.add(KEYS[first : first + count])
         self.written += count
 
-    def leaving(self) -> list[ChunkKey]:
+    def leaving(self):
         """Those that leave early now, until one would leave because it is the coldest."""
         found = list[ChunkKey]()
         while (key := self.below.coldest()) != next(iter(self.below)) and key is not None:
@@ -55,11 +52,11 @@ class Two:
         return found
 
 
-def plain(self: Adaptive, room: int) -> Segments:
+def plain(self, room):
     return self(room)
 
 
-def both(kind: str, policy: str, ram: float, nvme: float) -> Result:
+def both(kind, policy, ram, nvme):
     trace = traffic(8.0, 0, kind=kind)[:1500]
     every = unique(trace)
     cache = Cache(int(ram * every), int(nvme * every), policy, compute=SavedCompute(BLOCK_TOKENS))
@@ -197,7 +194,7 @@ class Place:
     """A Directory with both, in which writes may fail or be refused, as hints, readers and
     purges come and go."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.adaptive, self.draw = Adaptive(), random.Random(seed)
         self.directory = Directory(16, (40,), self.adaptive, lower=(self.adaptive.on_evict,))
         self.adaptive.places[0][0].settle(HALF)
@@ -207,7 +204,7 @@ class Place:
         assert isinstance(tier, Exclusive)
         self.below = tier
 
-    def ask(self) -> None:
+    def ask(self):
         first = self.draw.choice((0, 0, 0, 6, 6, self.draw.randrange(12, 300)))
         run = KEYS[first : first + self.draw.randint(2, 6)]
         directory = self.directory
@@ -227,7 +224,7 @@ class Place:
         directory.ordered(run)
         self.write()
 
-    def write(self) -> None:
+    def write(self):
         directory = self.directory
         for entry in directory.next_out():
             if self.draw.random() < self.refused:
@@ -241,7 +238,7 @@ class Place:
             directory.tiers[0].deleted(victims)
             directory.spill_ended(entry, 0, stored=self.draw.random() >= self.refused)
 
-    def step(self) -> None:
+    def step(self):
         run = KEYS[self.draw.randrange(12) :][:3]
         self.draw.choice(
             (
@@ -256,11 +253,11 @@ class Place:
             )
         )()
 
-    def forget(self, key: ChunkKey) -> None:
+    def forget(self, key):
         for index in self.directory.invalidate(key):
             self.directory.tiers[index].deleted((key,))
 
-    def check(self) -> None:
+    def check(self):
         self.directory.check(idle=True)
         below, ram = self.below, self.adaptive.places[0][0]
         assert not below._alone.keys() & set(below), "what is alone is not below"
@@ -289,7 +286,7 @@ def test_without_refusals_nothing_that_ram_keeps_is_lost():
         place = Place(seed)
         place.refused, directory = 0.0, place.directory
 
-        def left(run: Sequence[ChunkKey], directory: Directory = directory) -> None:
+        def left(run, directory=directory):
             lost.extend(key for key in run if key not in directory.tiers[0].order)
 
         place.adaptive.places[0][0].evicts.append(left)

@@ -1,8 +1,6 @@
 """Hints: soft, bounded, expiring, cleared by the next use. What is over leaves first and is not
 written below."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -24,7 +22,7 @@ from kvtier.eviction.hints import (
     with_salt,
     without_salt,
 )
-from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.protocol import wire
 from kvtier.store.lower.lower_tier import TierSpec
@@ -38,20 +36,14 @@ LAYOUT = ChunkLayout(fingerprint({"model": "hints"}), 1, 1, (SLOT,))
 OVER = Hint(over=True)
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(list(tokens))
 
 
 class Cache:
     """A Store with a tier that is written on eviction, lanes turned by hand, and a clock."""
 
-    def __init__(
-        self,
-        slots: int,
-        policy: PolicyOf = Segments,
-        below: int = 64,
-        adaptive: Adaptive | None = None,
-    ) -> None:
+    def __init__(self, slots, policy=Segments, below=64, adaptive=None):
         self.tier, self.lane, self.spare, self.clock = (
             DictTier(below),
             ManualLane(),
@@ -63,7 +55,7 @@ class Cache:
         self.store = Store(Pool(slots, SLOT), places, orders, spare=self.spare, clock=self.clock)
         self.spare.run()
 
-    def request(self, run: list[ChunkKey], session: str = "") -> int:
+    def request(self, run, session=""):
         with self.store.load(run, asker=Asker(session)) as load:
             self.lane.run()
             ready = load.poll().ready
@@ -73,12 +65,12 @@ class Cache:
         self.lane.run()
         return ready
 
-    def hint(self, run: list[ChunkKey], hint: Hint, session: str = "") -> None:
+    def hint(self, run, hint, session=""):
         self.store.hint(run, hint, session)
         self.spare.run()
 
     @property
-    def in_ram(self) -> set[ChunkKey]:
+    def in_ram(self):
         return {key for key in self.store.every_key() if self.store.lookup([key]).ready}
 
 

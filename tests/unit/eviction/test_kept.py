@@ -1,8 +1,6 @@
 """What is kept by hints: at most a part of each place for each tenant, in lower tiers too, and the
 part is configured."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,11 +27,11 @@ SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "kept"}), 1, 1, (SLOT,))
 
 
-def key(number: int) -> ChunkKey:
+def key(number):
     return LAYOUT.keys([number])[0]
 
 
-def keep_some(directory: Directory, owner: int, first: int, count: int, salt: str = "") -> None:
+def keep_some(directory, owner, first, count, salt=""):
     """``count`` prompts of one chunk each, all of which their owner wants to keep."""
     for number in range(first, first + count):
         entry = directory.reserve(key(number), (), None, owner)
@@ -43,7 +41,7 @@ def keep_some(directory: Directory, owner: int, first: int, count: int, salt: st
         directory.check(idle=True)
 
 
-def kept_by(directory: Directory, owner: int) -> list[ChunkKey]:
+def kept_by(directory, owner):
     return [*directory.order.kept.of(owner)]
 
 
@@ -133,14 +131,14 @@ def test_the_time_begins_anew_with_each_use():
 class Cache:
     """A Store of 4 slots over a tier of 6 chunks, with lanes that are turned by hand."""
 
-    def __init__(self, *, on_evict: bool) -> None:
+    def __init__(self, *, on_evict):
         self.tier, self.lane, self.spare = DictTier(6), ManualLane(), ManualLane(bound=1)
         places = [TierSpec(self.tier, self.lane, on_evict=on_evict)]
         orders = Orders(Segments, keep=1.0)
         self.store = Store(Pool(4, SLOT), places, orders, spare=self.spare, clock=Clock())
         self.spare.run()
 
-    def request(self, *numbers: int) -> int:
+    def request(self, *numbers):
         run = [key(number) for number in numbers]
         with self.store.load(run) as load:
             self.turn()
@@ -150,11 +148,11 @@ class Cache:
         self.turn()
         return ready
 
-    def hint(self, number: int, hint: Hint) -> None:
+    def hint(self, number, hint):
         self.store.hint([key(number)], hint)
         self.turn()
 
-    def turn(self) -> None:
+    def turn(self):
         self.spare.run()
         self.lane.run()
 
@@ -228,53 +226,53 @@ STEPS = st.lists(
 class Model:
     """What an order of 12 chunks has to hold, beside the order."""
 
-    def __init__(self, order: Owned) -> None:
+    def __init__(self, order):
         self.order, self.now = order, 0.0
         self.owners: dict[ChunkKey, int] = {}
         self.longest: dict[ChunkKey, float] = {}
         """No chunk may be kept longer than this."""
 
-    def step(self, step: str, run: list[ChunkKey], number: int) -> None:
+    def step(self, step, run, number):
         getattr(self, step)(run, number)
 
-    def add(self, run: list[ChunkKey], number: int) -> None:
+    def add(self, run, number):
         for each in run:
             if each not in self.owners:
                 self.owners[each] = number
                 self.order.add((each,), number)
 
-    def keep(self, run: list[ChunkKey], number: int) -> None:
+    def keep(self, run, number):
         self.order.keep(run, 10.0 * number, f"salt {number % 2}")
         self.longest |= dict.fromkeys(run, self.now + 10.0 * number)
 
-    def use(self, run: list[ChunkKey], number: int) -> None:
+    def use(self, run, number):
         self.order.used(run)
         stays = [stay for each in run if (stay := self.order.kept.stays.get(each)) is not None]
         assert all(stay.until == self.now + stay.seconds for stay in stays)
         self.longest |= dict.fromkeys(run, self.now + 30.0)
 
-    def cool(self, run: list[ChunkKey], number: int) -> None:
+    def cool(self, run, number):
         self.order.cool(run)
         assert not {*run} & {*self.order.kept.stays}
 
-    def leave(self, run: list[ChunkKey], number: int) -> None:
+    def leave(self, run, number):
         self.order.evicted((run[0],))
         self.owners.pop(run[0], None)
 
-    def lose(self, run: list[ChunkKey], number: int) -> None:
+    def lose(self, run, number):
         self.order.discard(run[0])
         self.owners.pop(run[0], None)
 
-    def time(self, run: list[ChunkKey], number: int) -> None:
+    def time(self, run, number):
         self.now += 10.0 * number
         for _ in range(3):
             self.order.tick(self.now)
         assert all(self.longest[each] > self.now for each in self.order.kept.stays)
 
-    def room(self, run: list[ChunkKey], number: int) -> None:
+    def room(self, run, number):
         self.order.resize(4 * number)
 
-    def check(self, split: bool) -> None:
+    def check(self, split):
         order, held = self.order, self.owners.keys()
         assert order.kept.check() == []
         assert sorted(order) == sorted(held) == sorted(order.keys())

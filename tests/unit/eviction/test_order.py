@@ -1,10 +1,7 @@
 """The order of leaving: what a policy is told by the Directory and the Store, so that one that
 remembers can work."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import pytest
@@ -12,9 +9,8 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Orders
-from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.order import LRU
 from kvtier.store.directory import Directory
-from kvtier.store.entry import Entry
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 
@@ -27,23 +23,23 @@ class Twice:
     """A policy that remembers: what was used, or came back after it had left, stays before all
     else."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room):
         self.room = room
         self.new: OrderedDict[ChunkKey, int] = OrderedDict()
         self.again: OrderedDict[ChunkKey, int] = OrderedDict()
         self.left: set[ChunkKey] = set()
         self.told: Counter[str] = Counter()
 
-    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
+    def add(self, run, owner=0):
         for key in run:
             back = key in self.again or key in self.left
             self.discard(key)
             (self.again if back else self.new)[key] = owner
 
-    def owner(self, key: ChunkKey) -> int:
+    def owner(self, key):
         return self.new.get(key, 0) or self.again.get(key, 0)
 
-    def used(self, run: Sequence[ChunkKey]) -> None:
+    def used(self, run):
         self.told["used"] += 1
         for key in reversed(run):
             if key in self:
@@ -51,62 +47,62 @@ class Twice:
                 self.discard(key)
                 self.again[key] = owner
 
-    def ordered(self, run: Sequence[ChunkKey]) -> None:
+    def ordered(self, run):
         for key in reversed(run):
             for part in (self.new, self.again):
                 if key in part:
                     part.move_to_end(key)
 
-    def evicted(self, run: Sequence[ChunkKey]) -> None:
+    def evicted(self, run):
         for key in run:
             self.told["evicted"] += 1
             self.discard(key)
             self.left.add(key)
 
-    def discard(self, key: ChunkKey) -> None:
+    def discard(self, key):
         self.new.pop(key, None)
         self.again.pop(key, None)
         self.left.discard(key)
 
-    def coldest(self) -> ChunkKey | None:
+    def coldest(self):
         return next(iter(self), None)
 
-    def keeps(self, key: ChunkKey) -> bool:
+    def keeps(self, key):
         return key in self.again
 
-    def cool(self, run: Sequence[ChunkKey]) -> None:
+    def cool(self, run):
         self.told["cool"] += 1
 
-    def keep(self, run: Sequence[ChunkKey], seconds: float) -> None:
+    def keep(self, run, seconds):
         self.told["keep"] += 1
 
-    def tick(self, now: float) -> None:
+    def tick(self, now):
         self.told["tick"] += 1
 
-    def resize(self, room: int) -> None:
+    def resize(self, room):
         self.room = room
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key):
         return key in self.new or key in self.again
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.new) + len(self.again)
 
-    def __iter__(self) -> Iterator[ChunkKey]:
+    def __iter__(self):
         return chain(self.new, self.again)
 
 
-def keeping(made: list[Twice]) -> PolicyOf:
+def keeping(made):
     """Policies of this kind, each kept for the test to look at."""
 
-    def make(room: int) -> Twice:
+    def make(room):
         made.append(Twice(room))
         return made[-1]
 
     return make
 
 
-def hits(policy: PolicyOf) -> int:
+def hits(policy):
     """One system prompt among prompts that come once, each saved in two steps and held by a reader
     meanwhile."""
     store, served = Store(Pool(8, SLOT), orders=Orders(policy)), 0
@@ -178,7 +174,7 @@ def test_a_pinned_chunk_stays_known_is_passed_over_and_becomes_the_hottest_of_it
     directory.pin(a)
     assert list(policy) == [A, C, B]
     fill(directory, D)
-    assert directory.get(A) is a and directory.get(C) is None
+    assert [directory.get(A), directory.get(C)] == [a, None]
     directory.unpin((a,))
     assert list(policy) == [D, A, B], "it was read, and not used again"
     directory.check(idle=True)
@@ -194,14 +190,14 @@ def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once():
     real = directory.order
 
     class Counted:
-        def __getattr__(self, name: str) -> object:
+        def __getattr__(self, name):
             return getattr(real, name)
 
-        def coldest(self) -> ChunkKey | None:
+        def coldest(self):
             looks["keys"] += 1
             return real.coldest()
 
-        def __iter__(self) -> Iterator[ChunkKey]:
+        def __iter__(self):
             for key in real:
                 looks["keys"] += 1
                 yield key
@@ -239,7 +235,7 @@ def test_a_policy_learns_of_new_room():
     assert made[0].room == 3
 
 
-def fill(directory: Directory, key: ChunkKey, owner: int = 0) -> Entry:
+def fill(directory, key, owner=0):
     entry = directory.reserve(key, (), owner=owner)
     assert entry is not None
     directory.filled((entry,))

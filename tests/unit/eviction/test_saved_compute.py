@@ -1,7 +1,5 @@
 """What a hit spares grows with the depth of its tokens, as the model's shape says."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,10 +1,7 @@
 """Segments: every setting against its own words. The first is LRU, and a shadow serves as a
 Directory would."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -12,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import whole
-from kvtier.eviction.order import LRU, Policy
+from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
 from kvtier.eviction.shadows import Shadow
 from kvtier.store.directory import Directory
@@ -28,7 +25,7 @@ STEPS = st.lists(
 )
 
 
-def do(policy: Policy, step: str, run: Sequence[ChunkKey]) -> None:
+def do(policy, step, run):
     if step in ("used", "ordered"):
         getattr(policy, step)(run)
     elif step == "add":

@@ -1,20 +1,16 @@
 """Sessions: whose prompt it is, told from a name or from the chunks, and what nobody else has."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.eviction.sessions import Sessions
 
 LAYOUT = ChunkLayout(fingerprint({"model": "sessions"}), 1, 1, (16,))
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(list(tokens))
 
 
-def exclusive(sessions: Sessions, run: Sequence[ChunkKey]) -> list[ChunkKey]:
+def exclusive(sessions, run):
     return [key for part in sessions.exclusive(run) for key in part]
 
 

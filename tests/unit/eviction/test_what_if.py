@@ -1,10 +1,7 @@
 """The curve of other sizes: equal to separate LRUs of those sizes, to the chunk. Bounded, and then
 with its error."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 import pytest
@@ -21,7 +18,7 @@ from tests.clock import Clock
 SLOT = 4096
 
 
-def prompts(count: int, seed: int) -> list[list[ChunkKey]]:
+def prompts(count, seed):
     draw, runs = random.Random(seed), list[list[ChunkKey]]()
     for number in range(count):
         base = (
@@ -40,7 +37,7 @@ def prompts(count: int, seed: int) -> list[list[ChunkKey]]:
     return runs
 
 
-def lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
+def lru_hits(room, runs):
     """Of a Directory of this size, used as a Store uses it."""
     directory, hits = Directory(room), 0
     for run in runs:
@@ -74,7 +71,7 @@ def test_it_is_equal_to_separate_lrus_to_the_chunk(room, seed, spare, monkeypatc
     assert all(point.error == 0 for point in curve.points())
 
 
-def plain_lru_hits(room: int, runs: list[list[ChunkKey]]) -> int:
+def plain_lru_hits(room, runs):
     """Of a list of chunks by recency, cut at ``room``: a hit ends at the first chunk that is not
     there."""
     held, hits = list[ChunkKey](), 0
@@ -134,7 +131,7 @@ def test_a_store_keeps_one_of_each_place_as_long_as_it_is_read():
     store = Store(Pool(8, SLOT), spare=spare, clock=clock)
     spare.run()
 
-    def drive(runs: Iterable[Sequence[ChunkKey]]) -> None:
+    def drive(runs):
         for run in runs:
             with store.load(run):
                 pass

@@ -1,11 +1,7 @@
 """Estimates: they converge, forget, are never negative or NaN, and what is loaded because of them
 is the soonest served."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +17,7 @@ from tests.clock import Clock
 SECONDS = st.floats(0, 1e4)
 
 
-def paced(threads: int, read_s: float | None = None) -> Pace:
+def paced(threads, read_s=None):
     """A lane whose reads took ``read_s``."""
     pace = Pace(threads)
     if read_s is not None:
@@ -207,11 +203,11 @@ def test_a_wait_is_finite_and_grows_with_the_work(threads, queued, begun, read_s
 FLAT, SLOPE = 40e-6, 2e-9
 
 
-def truth(tokens: int, cached: int) -> float:
+def truth(tokens, cached):
     return tokens * FLAT + (tokens * cached + tokens * tokens / 2) * SLOPE
 
 
-def taught(prefill: Prefill, pace: float = 1.0) -> Prefill:
+def taught(prefill, pace=1.0):
     """Twelve prompts in steps of 2,048 tokens."""
     for _ in range(12):
         for cached in range(0, 16_384, 2048):
@@ -248,9 +244,7 @@ def test_short_tails_hardly_change_what_whole_steps_taught():
     assert prefill.seconds(2048, 0) == pytest.approx(truth(2048, 0), rel=0.1)
 
 
-def line_through(
-    steps: list[tuple[int, float, float]], planned: PrefillTime | None
-) -> tuple[float, float]:
+def line_through(steps, planned):
     """Seconds a token, and a token of depth, from all steps at once: ``(tokens, depth, seconds a
     token)``. A plan is a step of 128 tokens before them."""
     first = planned.per_depth if planned is not None else 0.0
@@ -319,11 +313,11 @@ def test_prefill_is_never_negative_nor_nan(steps, tokens):
 
 
 class Learnt(Prefill):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.steps: list[tuple[int, float]] = []
 
-    def learn(self, tokens: int, looks: float, seconds: float) -> None:
+    def learn(self, tokens, looks, seconds):
         self.steps.append((tokens, seconds))
 
 
@@ -424,7 +418,7 @@ def test_what_was_remembered_is_no_stronger_than_a_step_of_128_tokens():
 # ---- what is loaded ------------------------------------------------------------------------------
 
 
-def per_token(ends: list[HitEnd], seconds: float) -> list[float]:
+def per_token(ends, seconds):
     return [end.tokens * seconds for end in ends]
 
 
@@ -446,7 +440,7 @@ def test_at_the_break_even_point_nothing_is_waited_for():
 
 
 def test_the_deadline_is_a_multiple_of_the_estimate_and_never_more_than_computing():
-    def within(wait: float | None) -> float:
+    def within(wait):
         ends = [HitEnd(4, 0.0), HitEnd(10, wait)]
         return choose(ends, per_token(ends, 0.1)).within_s
 
@@ -488,12 +482,12 @@ SLOW = [HitEnd(0, 0.0), HitEnd(1000, 60.0)]
 """A token takes a millisecond to compute, and 60 to load."""
 
 
-def started(known: Certainty, **more: Any) -> LoadPolicy:
+def started(known, **more):
     speed = None if known is Certainty.NONE else PrefillTime(1e-3)
     return LoadPolicy(2.0, prefill=Prefill(speed, known), **more)
 
 
-def both(policy: LoadPolicy, ends: Sequence[HitEnd]) -> tuple[LoadPlan, LoadPlan]:
+def both(policy, ends):
     return policy.choose(ends, 0), policy.choose_in_parts(ends, 0, [0] * len(ends))
 
 

@@ -1,20 +1,17 @@
 """Answers that no honest server gives are refused before an engine goes by them, and a server that
 waits is not waited for."""
 
-from __future__ import annotations
-
 import fcntl
-import socket
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from kvtier.client.client import Client
-from kvtier.client.connect import Address, ServerAccess, hello
+from kvtier.client.connect import ServerAccess, hello
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
 from kvtier.core.places import Change
@@ -29,11 +26,11 @@ Reply = Callable[[wire.Message], list[wire.Message] | bytes]
 
 
 @contextmanager
-def client_of(reply: Reply, timeout_s: float = 5.0) -> Iterator[Client]:
+def client_of(reply, timeout_s=5.0):
     """A client of a server that answers each message as ``reply`` says."""
     pool = Pool(SLOTS, SLOT)
 
-    def script(client: socket.socket) -> None:
+    def script(client):
         greet(client, pool)
         inbox: Inbox[wire.Message] = Inbox(wire.Question)
         while True:
@@ -48,7 +45,7 @@ def client_of(reply: Reply, timeout_s: float = 5.0) -> Iterator[Client]:
             client.close()
 
 
-def access(address: Address) -> ServerAccess:
+def access(address):
     return ServerAccess(address, hello(LAYOUT.fingerprint, SLOT, stream=False))
 
 
@@ -66,11 +63,11 @@ GOOD: dict[type[wire.Message], Callable[[Any], wire.Message]] = {
 }
 
 
-def honest(asked: wire.Message) -> list[wire.Message]:
+def honest(asked):
     return [GOOD[type(asked)](asked)] if type(asked) in GOOD else []
 
 
-def test_what_an_honest_server_says_is_taken() -> None:
+def test_what_an_honest_server_says_is_taken():
     with client_of(honest) as client:
         assert client.lookup(KEYS).progress == Progress(2, 2)
         assert client.known(KEYS) == [False, True, True, False]
@@ -86,11 +83,11 @@ def test_what_an_honest_server_says_is_taken() -> None:
         assert client.counts["lost"] == 0
 
 
-def heard(client: Client) -> list[Change]:
+def heard(client):
     """The first changes that the client is told, or nothing when it loses the server."""
     watched, found = client.watch(), list[Change]()
 
-    def told() -> bool:
+    def told():
         found.extend(watched.changes() or ())
         return bool(found) or bool(client.counts["lost"])
 
@@ -127,10 +124,10 @@ BAD: dict[str, tuple[type[Any], Callable[..., wire.Message], tuple[Any, ...]]] =
 
 
 @pytest.mark.parametrize("lie", BAD)
-def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) -> None:
+def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie):
     kind, answer, fields = BAD[lie]
 
-    def lying(asked: Any) -> list[wire.Message]:
+    def lying(asked):
         if not isinstance(asked, kind):
             return honest(asked)
         return [answer(*fields) if kind is wire.Hear else answer(asked.id, *fields)]
@@ -153,10 +150,10 @@ def test_an_answer_that_cannot_be_is_a_miss_and_ends_the_attachment(lie: str) ->
         assert client.counts["lost"] == 1
 
 
-def test_when_a_server_lost_changes_nothing_that_it_told_holds() -> None:
+def test_when_a_server_lost_changes_nothing_that_it_told_holds():
     told = iter([wire.Changed(KEYS[0], b"\1"), wire.Changed(b"", b"", lost=True)])
 
-    def forgets(asked: wire.Message) -> list[wire.Message]:
+    def forgets(asked):
         return [next(told, wire.Changed(b"", b""))] if isinstance(asked, wire.Hear) else []
 
     with client_of(forgets) as client:
@@ -166,8 +163,8 @@ def test_when_a_server_lost_changes_nothing_that_it_told_holds() -> None:
         assert client.counts["lost"] == 0
 
 
-def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
-    def eager(asked: wire.Message) -> list[wire.Message]:
+def test_changes_that_nobody_asked_for_end_the_attachment():
+    def eager(asked):
         return [wire.Changed(KEYS[0], b"\1")] * 2 if isinstance(asked, wire.Hear) else []
 
     with client_of(eager) as client:
@@ -176,10 +173,10 @@ def test_changes_that_nobody_asked_for_end_the_attachment() -> None:
         wait_for(lambda: [client.watch().changes(), client.counts["lost"]][1] == 1, "given up")
 
 
-def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
+def test_an_answer_that_comes_late_is_not_taken_for_the_next_question():
     asked: list[wire.LookupCall] = []
 
-    def late(message: wire.Message) -> list[wire.Message]:
+    def late(message):
         if isinstance(message, wire.LookupCall):
             asked.append(message)
         if isinstance(message, wire.InvalidateAllCall):
@@ -203,8 +200,8 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_question() -> None:
         assert client.counts["lost"] == 0
 
 
-def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
-    def other(asked: wire.Message) -> list[wire.Message]:
+def test_another_answer_than_the_one_that_is_owed_ends_the_attachment():
+    def other(asked):
         return (
             [wire.LookupReply(77, [(4, 0.0)])] if isinstance(asked, wire.InvalidateAllCall) else []
         )
@@ -215,8 +212,8 @@ def test_another_answer_than_the_one_that_is_owed_ends_the_attachment() -> None:
         wait_for(lambda: client.counts["lost"] == 1, "given up")
 
 
-def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
-    def flood(asked: wire.Message) -> bytes:
+def test_a_flood_of_other_answers_does_not_hold_the_engine():
+    def flood(asked):
         return (
             wire.frame(wire.LookupReply(99, [(1, 0.0)])) * 10_000
             if isinstance(asked, wire.LookupCall)
@@ -228,7 +225,7 @@ def test_a_flood_of_other_answers_does_not_hold_the_engine() -> None:
         assert client.counts["lost"] == 1
 
 
-def test_an_answer_that_does_not_end_is_read_for_as_long_as_any() -> None:
+def test_an_answer_that_does_not_end_is_read_for_as_long_as_any():
     begun = (1 << 20).to_bytes(4, "little") + bytes(150_000)
     with client_of(lambda asked: begun) as client:
         client.invalidate_all()
@@ -239,11 +236,11 @@ def test_an_answer_that_does_not_end_is_read_for_as_long_as_any() -> None:
         assert 0 < unread(link._socket) < len(begun)
 
 
-def unread(sock: socket.socket) -> int:
+def unread(sock):
     return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_a_check_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_without_an_answer_is_an_error(monkeypatch):
     monkeypatch.setattr("kvtier.client.client._GIVE_UP_S", 0.1)
     with client_of(lambda _: []) as client, pytest.raises(StateError, match="gave no answer"):
         client.check()

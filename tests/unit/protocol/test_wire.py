@@ -1,7 +1,5 @@
 """Messages and their bytes: what comes out is what went in, and nothing malformed gets through."""
 
-from __future__ import annotations
-
 import ast
 import hmac
 import tracemalloc
@@ -82,7 +80,7 @@ ANY = (
 )
 
 
-def test_every_message_survives_the_wire_byte_by_byte() -> None:
+def test_every_message_survives_the_wire_byte_by_byte():
     inbox: Inbox[wire.Message] = Inbox(ANY)
     sent = b"".join(map(frame, MESSAGES))
     assert [
@@ -90,19 +88,19 @@ def test_every_message_survives_the_wire_byte_by_byte() -> None:
     ] == MESSAGES
 
 
-def test_the_list_above_has_every_message() -> None:
+def test_the_list_above_has_every_message():
     every = {*wire.Message.__subclasses__(), *wire.Asked.__subclasses__()} - {wire.Asked}
     assert {type(message) for message in MESSAGES} == every
 
 
-def test_a_message_larger_than_the_first_room_and_a_small_one_after_it() -> None:
+def test_a_message_larger_than_the_first_room_and_a_small_one_after_it():
     inbox: Inbox[wire.Message] = Inbox(ANY)
     sent = [wire.LookupCall(1, KEY * wire.MAX_KEYS), wire.LookupCall(2, KEY)]
     assert list(feed(inbox, b"".join(map(frame, sent)))) == sent
     assert len(inbox.room()) == 64 * 1024, "the large room is given back"
 
 
-def test_a_long_frame_is_refused_before_anything_is_allocated() -> None:
+def test_a_long_frame_is_refused_before_anything_is_allocated():
     inbox: Inbox[wire.Message] = Inbox(wire.Question)
     tracemalloc.start()
     with pytest.raises(WireError, match="4294967295 bytes, expected at most"):
@@ -119,7 +117,7 @@ def test_a_long_frame_is_refused_before_anything_is_allocated() -> None:
         )
 
 
-def test_what_is_read_and_not_taken_is_bounded() -> None:
+def test_what_is_read_and_not_taken_is_bounded():
     inbox: Inbox[wire.Message] = Inbox(wire.Question, 1024)
     flood = frame(wire.LookupCall(1, KEY))
     with pytest.raises(WireError, match="faster than it is answered"):
@@ -151,7 +149,7 @@ def test_what_is_read_and_not_taken_is_bounded() -> None:
         b"\x91" * 900,
     ],
 )
-def test_what_is_not_exactly_a_message_is_refused(body: bytes) -> None:
+def test_what_is_not_exactly_a_message_is_refused(body):
     with pytest.raises(WireError, match=r"malformed|at most"):
         list(
             feed(
@@ -161,14 +159,14 @@ def test_what_is_not_exactly_a_message_is_refused(body: bytes) -> None:
         )
 
 
-def test_keys_travel_as_one_blob() -> None:
+def test_keys_travel_as_one_blob():
     keys = [ChunkKey(bytes([n]) * 40) for n in range(5)]
     assert wire.split(wire.joined(keys)) == keys
     with pytest.raises(WireError, match="81 bytes of keys, expected a multiple of 40"):
         wire.split(bytes(81))
 
 
-def test_bytes_behind_a_frame_can_be_drained() -> None:
+def test_bytes_behind_a_frame_can_be_drained():
     inbox: Inbox[wire.Message] = Inbox(ANY)
     room = inbox.room()
     sent = frame(wire.Chunk(1, 8)) + b"eight on" + b"e more"
@@ -180,7 +178,7 @@ def test_bytes_behind_a_frame_can_be_drained() -> None:
     assert (inbox.drain(into), bytes(into[:6])) == (6, b"e more")
 
 
-def test_a_servers_proof_depends_on_token_and_both_nonces() -> None:
+def test_a_servers_proof_depends_on_token_and_both_nonces():
     token, challenge = b"token", wire.Challenge(1, bytes(32))
     hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
     proof = server_proof(token, challenge, hello)
@@ -195,7 +193,7 @@ def test_a_servers_proof_depends_on_token_and_both_nonces() -> None:
     assert not any(proven(proof, other) for other in others)
 
 
-def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
+def test_a_clients_proof_depends_on_every_field_of_its_hello():
     challenge = wire.Challenge(1, bytes(32))
     hello = wire.Hello(1, "attach", bytes(32), "tenant", 4096, "engine", bytes(32))
     changed = {
@@ -219,10 +217,10 @@ def test_a_clients_proof_depends_on_every_field_of_its_hello() -> None:
     assert proven(proof, client_proof(b"token", challenge, said))
 
 
-def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proofs_are_compared_in_constant_time(monkeypatch):
     compared: list[tuple[bytes, bytes]] = []
 
-    def same(one: bytes, other: bytes) -> bool:
+    def same(one, other):
         compared.append((one, other))
         return True
 
@@ -234,8 +232,8 @@ def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 SECRETS = {"proof", "token", "secret", "client_proof", "server_proof"}
 
 
-def test_no_file_compares_a_secret_by_its_first_difference() -> None:
-    def names(node: ast.AST) -> set[str]:
+def test_no_file_compares_a_secret_by_its_first_difference():
+    def names(node):
         each = (getattr(part, "id", None) or getattr(part, "attr", None) for part in ast.walk(node))
         return {name.lstrip("_") for name in each if isinstance(name, str)}
 

@@ -1,7 +1,5 @@
 """The recorder: what it writes, what it never writes, and that nobody waits for it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -13,18 +11,17 @@ from typing import Any
 import pytest
 
 from kvtier.assemble import assemble_store
-from kvtier.bench.traces.mooncake import Request, lines_of, read
+from kvtier.bench.traces.mooncake import lines_of, read
 from kvtier.cli.main import main
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
 from kvtier.started import Started
 from kvtier.store.observers.record.folder import RecordFolder, RecordWriter, write_on_lane
 from kvtier.store.observers.record.recorder import Recorder
-from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from tests.clock import Clock
 
@@ -32,30 +29,30 @@ SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "record"}), 1, 1, (SLOT,))
 
 
-def run(prompt: int, length: int = 3) -> list[ChunkKey]:
+def run(prompt, length=3):
     return LAYOUT.keys([prompt, *range(length - 1)])
 
 
 class Recording:
     """A recorder whose lane works when it is told to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path, self.clock, self.lane = path, Clock(), ManualLane(bound=1)
         self.folder = RecordFolder(path)
         self.recorder = Recorder(self.folder.salt, self.clock)
         self.writer = RecordWriter(self.recorder, self.folder, self.clock)
         write_on_lane(self.recorder, self.writer, self.lane)
 
-    def prompt(self, keys: list[ChunkKey], **asker: Any) -> None:
+    def prompt(self, keys, **asker):
         self.recorder.prompt(keys, Asker(**asker))
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self):
         return [json.loads(line) for line in lines_of(str(self.path))]
 
-    def trace(self) -> list[Request]:
+    def trace(self):
         return list(read(lines_of(str(self.path))))
 
-    def counts(self) -> tuple[int, int]:
+    def counts(self):
         return self.recorder.counts["recorded"], self.recorder.counts["unrecorded"]
 
 
@@ -144,7 +141,7 @@ def test_a_full_queue_drops_and_counts(recording):
 def test_a_disk_that_is_full_costs_lines_and_leaves_no_half_ones(recording, monkeypatch):
     write, full = os.write, [False]
 
-    def writes(descriptor: int, data: bytes) -> int:
+    def writes(descriptor, data):
         if full[0]:
             full[0] = len(data) > 1
             if not full[0]:
@@ -180,7 +177,7 @@ def test_a_folder_that_is_removed_costs_lines_until_it_is_back(recording):
     assert len(recording.trace()) == 1
 
 
-def store_of(config: Config) -> Store:
+def store_of(config):
     return assemble_store(Started(config), LAYOUT)
 
 
@@ -335,7 +332,7 @@ def test_a_folder_that_others_may_write_meanwhile_costs_lines_and_is_told(record
 
 
 def test_whatever_is_wrong_with_a_file_never_ends_the_recording(recording, monkeypatch):
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise ValueError("a bug")
 
     with monkeypatch.context() as patch:

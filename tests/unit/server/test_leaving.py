@@ -1,15 +1,13 @@
 """Whoever leaves takes nothing along: a size class counts its connections, of every mode, and
 closes only without any."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from contextlib import closing
 
 import pytest
 
-from kvtier.client.connect import Address, ServerAccess, enter, hello
+from kvtier.client.connect import ServerAccess, enter, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
@@ -21,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.mark.parametrize("mode", ["attach", "stream", "steer", "refused", "silent"])
-def test_a_connection_that_has_ended_is_counted_no_more(mode: str) -> None:
-    def work(near: Address, far: Address) -> None:
+def test_a_connection_that_has_ended_is_counted_no_more(mode):
+    def work(near, far):
         if mode == "attach":
             own = hello(LAYOUT.fingerprint, SLOT, stream=False)
             with attached(ServerAccess(near, own)) as client:
@@ -43,14 +41,14 @@ def test_a_connection_that_has_ended_is_counted_no_more(mode: str) -> None:
             sock.sendall(b"\xff" * 64)
         sock.close()
 
-    async def scenario() -> None:
+    async def scenario():
         store = Store(Pool(8, SLOT))
         async with served(store) as server:
             near, far = (one.address for one in server.listeners)
             size_class = await asyncio.wrap_future(server.size_classes.get(SLOT))
             await asyncio.to_thread(work, near, far)
 
-            def gone() -> bool:
+            def gone():
                 there = size_class.users or server.connections or server.lingering
                 return bool(server.counts["ended"]) and not there
 

@@ -1,11 +1,8 @@
 """What runs beside a server is found by name: kvtier's own uninstalled, others' by entry point."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ AUDIT = seam.ServerExtension()
 
 
 @pytest.fixture
-def acme(monkeypatch: pytest.MonkeyPatch) -> Any:
+def acme(monkeypatch):
     """A package with functions, of which ``beside_server`` is named in its entry point."""
     package = SimpleNamespace(beside_server=lambda config: AUDIT)
     monkeypatch.setitem(sys.modules, "acme", package)
@@ -27,7 +24,7 @@ def acme(monkeypatch: pytest.MonkeyPatch) -> Any:
     return package
 
 
-def test_our_own_and_a_packages_run_where_they_are_configured(acme: Any) -> None:
+def test_our_own_and_a_packages_run_where_they_are_configured(acme):
     assert seam.server_extensions(Config()) == [AUDIT]
     keys = {"admin_token_file": "/token", "admin_engines": "e=tcp://10.0.0.1:5557"}
     followed, *others = seam.server_extensions(Config().with_keys(**keys))
@@ -36,7 +33,7 @@ def test_our_own_and_a_packages_run_where_they_are_configured(acme: Any) -> None
     assert seam.server_extensions(Config()) == []
 
 
-def test_a_package_that_cannot_be_used_stops_the_start_in_words(acme: Any) -> None:
+def test_a_package_that_cannot_be_used_stops_the_start_in_words(acme):
     del acme.beside_server
     with pytest.raises(ConfigError, match=r"audit \(acme:beside_server\) cannot be used: Attrib"):
         seam.server_extensions(Config())

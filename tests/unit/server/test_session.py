@@ -1,9 +1,6 @@
 """Session: leases are the session's own, limits hold, and what no correct client asks is refused.
 And owners."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,36 +23,34 @@ SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
 
 
-def blob(*tokens: int) -> bytes:
+def blob(*tokens):
     return wire.joined(LAYOUT.keys(list(tokens)))
 
 
 @pytest.fixture
-def store() -> Store:
+def store():
     return Store(Pool(8, SLOT))
 
 
 @pytest.fixture
-def session(store: Store) -> Session:
+def session(store):
     return Session(store, 1)
 
 
-def save(session: Session, *tokens: int) -> None:
+def save(session, *tokens):
     slots = session.answer(wire.Save(0, blob(*tokens)))
     assert isinstance(slots, wire.Slots)
     if slots.lease:
         session.answer(wire.Commit(slots.lease))
 
 
-def test_a_save_names_the_places_of_what_is_new(session: Session) -> None:
+def test_a_save_names_the_places_of_what_is_new(session):
     save(session, 1, 2)
     assert session.answer(wire.Save(7, blob(1, 2, 3, 4))) == wire.Slots(7, 2, [2, 3], [2, 3])
     assert session.answer(wire.Save(8, blob(1, 2))) == wire.Slots(8, 0, [], [])
 
 
-def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
-    store: Store, session: Session
-) -> None:
+def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(store, session):
     save(session, *range(8))
     for times in (1, 2):
         whole(store.sharing.limit({"ram": 0}))
@@ -70,7 +65,7 @@ def test_slots_that_have_other_memory_are_named_with_each_lease_that_has_them(
     assert len(loaded.renewed) == 3
 
 
-def test_leases_end_with_the_session_and_its_share_is_free(store: Store) -> None:
+def test_leases_end_with_the_session_and_its_share_is_free(store):
     shares = Shares(lambda: store.most_held)
     session, other = Session(store, 1, shares), Session(store, 2, shares)
     save(session, 1, 2)
@@ -96,7 +91,7 @@ def test_leases_end_with_the_session_and_its_share_is_free(store: Store) -> None
         wire.LookupCall(1, bytes(41)),
     ],
 )
-def test_what_no_correct_client_asks(store, session, question) -> None:
+def test_what_no_correct_client_asks(store, session, question):
     """Lease 1 is a save, lease 2 a load of two chunks."""
     save(Session(store, 1), 5, 6)
     session.answer(wire.Save(0, blob(1)))
@@ -107,7 +102,7 @@ def test_what_no_correct_client_asks(store, session, question) -> None:
     store.check(idle=True)
 
 
-def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) -> None:
+def test_one_session_cannot_hold_the_whole_pool(store, session):
     first = session.answer(wire.Save(0, blob(*range(8))))
     assert isinstance(first, wire.Slots)
     assert len(first.slots) == 6, "one message asks for all, and gets three quarters"
@@ -117,11 +112,11 @@ def test_one_session_cannot_hold_the_whole_pool(store: Store, session: Session) 
     assert session.answer(wire.Save(0, blob(9))) == wire.Slots(0, 2, [0], [6])
 
 
-def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> None:
+def test_a_lookup_says_what_the_engine_may_hold_beside_others(store):
     shares = Shares(lambda: store.most_held)
     first, second = Session(store, 1, shares), Session(store, 2, shares)
 
-    def most(session: Session) -> int:
+    def most(session):
         answer = session.answer(wire.LookupCall(0, blob(1)))
         assert isinstance(answer, wire.LookupReply)
         return answer.most_held
@@ -134,7 +129,7 @@ def test_a_lookup_says_what_the_engine_may_hold_beside_others(store: Store) -> N
     assert most(second) == 7
 
 
-def test_a_load_pins_no_more_than_the_engine_can_use(store: Store, session: Session) -> None:
+def test_a_load_pins_no_more_than_the_engine_can_use(store, session):
     save(session, *range(4))
     claim = session.answer(wire.LoadCall(0, blob(*range(4)), 1, 2))
     assert isinstance(claim, wire.Claim)
@@ -143,7 +138,7 @@ def test_a_load_pins_no_more_than_the_engine_can_use(store: Store, session: Sess
     store.check(idle=True)
 
 
-def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
+def test_a_load_holds_what_a_shared_tier_may_still_bring():
     lane = ManualLane()
     store = Store(Pool(8, SLOT), [(DictTier(64, shared=True), lane)])
     session = Session(store, 1)
@@ -163,15 +158,15 @@ def test_a_load_holds_what_a_shared_tier_may_still_bring() -> None:
 class Engines:
     """Sessions over one Store with 64 slots, as engines of one server have them."""
 
-    def __init__(self, share: float | None = None) -> None:
+    def __init__(self, share=None):
         self.store = Store(Pool(64, SLOT), share=share)
         self.shares = Shares(lambda: self.store.most_held)
 
-    def session(self, owner: int) -> Session:
+    def session(self, owner):
         return Session(self.store, owner, self.shares, ScanLimiter(Clock()))
 
 
-def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room() -> None:
+def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room():
     engines = Engines()
     stopped, honest = engines.session(1), engines.session(2)
     slots = stopped.answer(wire.Save(0, blob(*range(64))))
@@ -185,7 +180,7 @@ def test_an_engine_that_stops_while_it_fills_all_it_can_leaves_the_others_room()
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
-def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads: bool) -> None:
+def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads):
     store = Store(Pool(2048, SLOT))
     shares = Shares(lambda: store.most_held)
     runs = [LAYOUT.keys([first, *range(999)]) for first in (10_001, 10_002)]
@@ -219,7 +214,7 @@ def test_two_engines_that_ask_at_once_get_no_more_than_one_after_the_other(loads
     store.check(idle=True)
 
 
-def test_a_stream_that_looks_for_a_long_run_holds_its_slots_while_it_looks() -> None:
+def test_a_stream_that_looks_for_a_long_run_holds_its_slots_while_it_looks():
     size_class = SizeClass(Store(Pool(2048, SLOT)), lambda call: None)
     keys, sent = LAYOUT.keys(range(1500)), list[bytes | memoryview]()
     with size_class.store.save(keys) as lease:
@@ -238,7 +233,7 @@ def test_a_stream_that_looks_for_a_long_run_holds_its_slots_while_it_looks() -> 
     size_class.store.check(idle=True)
 
 
-def taken(answer: wire.Answer | None) -> int:
+def taken(answer):
     assert isinstance(answer, wire.Slots | wire.Claim)
     return len(answer.slots)
 
@@ -266,7 +261,7 @@ class Counting:
     """A lock that counts, between two of its holders, how many chunks the Directory was asked
     about."""
 
-    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, store, monkeypatch):
         self.calls = 0
         for name in ("get", "reserve", "pin", "unpin", "filled", "invalidate"):
             monkeypatch.setattr(
@@ -277,17 +272,15 @@ class Counting:
                 store._directory, name, self._counted_run(getattr(store._directory, name))
             )
 
-    def _counted_run(
-        self, method: Callable[[list[ChunkKey]], None]
-    ) -> Callable[[list[ChunkKey]], None]:
-        def counted(run: list[ChunkKey]) -> None:
+    def _counted_run(self, method):
+        def counted(run):
             self.calls += len(run)
             method(run)
 
         return counted
 
-    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*words: Any) -> Any:
+    def _counted(self, method):
+        def counted(*words):
             self.calls += 1
             return method(*words)
 
@@ -295,9 +288,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("question", MESSAGES)
-def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
-    question: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(question, monkeypatch):
     lane = ManualLane(bound=1)
     store = Store(Pool(4096, SLOT), [(DictTier(1), lane)])
     session = Session(store, 1, None, ScanLimiter(Clock()))
@@ -325,7 +316,7 @@ def test_a_message_about_thousands_of_chunks_is_worked_on_in_short_pieces(
 
 
 @pytest.mark.parametrize("question", ["save", "load"])
-def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
+def test_what_is_left_in_the_middle_goes_back(question):
     store = Store(Pool(4096, SLOT))
     session = Session(store, 1)
     if question == "load":
@@ -338,14 +329,14 @@ def test_what_is_left_in_the_middle_goes_back(question: str) -> None:
     assert session.leases == 0
 
 
-def test_the_number_of_leases_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_leases_is_bounded(session, monkeypatch):
     monkeypatch.setattr(session_module, "_MAX_LEASES", 2)
     save(session, 1)
     answers = [session.answer(wire.LoadCall(0, blob(1), 0)) for _ in range(3)]
     assert [answer.lease for answer in answers if isinstance(answer, wire.Claim)] == [2, 3, 0]
 
 
-def test_a_claim_says_what_is_new_since_the_last_and_where_from() -> None:
+def test_a_claim_says_what_is_new_since_the_last_and_where_from():
     tier, lane = DictTier(8), ManualLane(urgent_bound=8, bound=8)
     store = Store(Pool(8, SLOT), [(tier, lane)])
     session = Session(store, 1)
@@ -366,7 +357,7 @@ def test_a_claim_says_what_is_new_since_the_last_and_where_from() -> None:
 # ---- owners --------------------------------------------------------------------------------------
 
 
-def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
+def test_owners_drop_only_what_is_theirs_or_nobodys():
     tier, lane = DictTier(8), ManualLane(urgent_bound=8, bound=64)
     nobodys = LAYOUT.keys([9])[0]
     tier.write(nobodys, memoryview(bytes(SLOT)))
@@ -383,7 +374,7 @@ def test_owners_drop_only_what_is_theirs_or_nobodys() -> None:
     assert [sum(store.lookup(LAYOUT.keys([token])).progress) for token in (1, 2, 9)] == [0, 1, 0]
 
 
-def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
+def test_a_run_that_comes_chunk_by_chunk_is_put_together_again():
     size_class = SizeClass(Store(Pool(1, SLOT)), lambda call: None)
     keys = LAYOUT.keys([1, 2, 3, 4])
     size_class.remember([keys[2], keys[0], keys[1]])
@@ -397,7 +388,7 @@ def test_a_run_that_comes_chunk_by_chunk_is_put_together_again() -> None:
 # ---- hints ---------------------------------------------------------------------------------------
 
 
-def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
+def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session():
     spare = ManualLane(bound=1)
     store = Store(Pool(64, SLOT), [], spare=spare)
     spare.run()
@@ -426,7 +417,7 @@ def test_a_hint_by_a_sessions_name_is_of_the_askers_own_session() -> None:
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def test_an_engine_tells_what_came_of_a_prompt_and_no_nonsense() -> None:
+def test_an_engine_tells_what_came_of_a_prompt_and_no_nonsense():
     store = Store(Pool(4, SLOT), [])
     session = Session(store, 1)
     assert session.answer(wire.ServedCall(512, [256], blob(3), 256, 1280)) is None

@@ -1,17 +1,13 @@
 """Size classes: several chunk sizes out of one budget, and what is kept of those who came."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
@@ -34,7 +30,7 @@ IDLE_S = 600.0
 class Bench:
     """Size classes over a budget of 64 pages of RAM and, with ``nvme``, a folder of 64 pages."""
 
-    def __init__(self, nvme: Path | None = None, share: float | None = None) -> None:
+    def __init__(self, nvme=None, share=None):
         self.clock = Clock()
         self.nvme, self.share = nvme, share
         self.budget = BUDGET
@@ -44,7 +40,7 @@ class Bench:
             self._store, lambda call: call(), self.clock, self.discarded.append
         )
 
-    def _store(self, slot_bytes: int, lent: bool = False) -> Store:
+    def _store(self, slot_bytes, lent=False):
         self.opened.append((slot_bytes, lent))
         if slot_bytes > self.budget:
             raise ConfigError("ram_bytes is less than one chunk")
@@ -58,18 +54,18 @@ class Bench:
             store.sharing.lend()
         return store
 
-    def get(self, slot_bytes: int, users: int = 0) -> SizeClass:
+    def get(self, slot_bytes, users=0):
         size_class = self.size_classes.get(slot_bytes).result(DEADLINE_S)
         for _ in range(users):
             assert self.size_classes.enter(size_class)
         return size_class
 
-    def settle(self) -> None:
+    def settle(self):
         self.size_classes.settle()
         self.size_classes.on_lane(lambda: None).result(DEADLINE_S)
 
     @property
-    def bytes_in_use(self) -> int:
+    def bytes_in_use(self):
         return sum(
             size_class.store.sharing.occupied * size
             for size, size_class in self.size_classes.open.items()
@@ -77,17 +73,17 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench():
     bench = Bench()
     yield bench
     assert bench.size_classes.close(10.0)
 
 
-def layout(slot_bytes: int) -> ChunkLayout:
+def layout(slot_bytes):
     return ChunkLayout(bytes(32), 1, 1, (slot_bytes,))
 
 
-def test_the_first_size_has_all_and_the_second_gets_what_it_does_not_use(bench: Bench) -> None:
+def test_the_first_size_has_all_and_the_second_gets_what_it_does_not_use(bench):
     first = bench.get(4096, users=1)
     keys = layout(4096).keys(range(40))
     save(first.store, keys)
@@ -100,9 +96,7 @@ def test_the_first_size_has_all_and_the_second_gets_what_it_does_not_use(bench: 
         size_class.store.check(idle=True)
 
 
-def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives_the_least(
-    bench: Bench,
-) -> None:
+def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives_the_least(bench):
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     assert (first.store.most_held, second.store.most_held) == (32, 16)
     assert bench.size_classes.close(10.0)
@@ -115,7 +109,7 @@ def test_two_sizes_that_hold_nothing_have_a_half_each_and_one_that_is_full_gives
     assert len(keys) == 64 and full.size_classes.close(10.0)
 
 
-def test_memory_of_slots_that_were_given_up_goes_back_to_the_host() -> None:
+def test_memory_of_slots_that_were_given_up_goes_back_to_the_host():
     bench = Bench()
     first = bench.get(4096, users=1)
     for slot in range(64):
@@ -126,7 +120,7 @@ def test_memory_of_slots_that_were_given_up_goes_back_to_the_host() -> None:
     assert bench.size_classes.close(10.0)
 
 
-def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
+def test_what_somebody_holds_is_taken_when_he_lets_go(bench):
     first = bench.get(4096, users=1)
     keys = layout(4096).keys(range(64))
     filling = first.store.save(keys)
@@ -149,7 +143,7 @@ def test_what_somebody_holds_is_taken_when_he_lets_go(bench: Bench) -> None:
     first.store.check(idle=True)
 
 
-def test_a_size_that_rests_keeps_its_chunks_and_others_get_its_ram_as_they_need_it(bench) -> None:
+def test_a_size_that_rests_keeps_its_chunks_and_others_get_its_ram_as_they_need_it(bench):
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     keys = layout(8192).keys(range(16))
     save(second.store, keys)
@@ -166,8 +160,8 @@ def test_a_size_that_rests_keeps_its_chunks_and_others_get_its_ram_as_they_need_
 
 
 def test_a_folder_that_rests_is_warm_until_another_size_needs_the_room_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     bench = Bench(tmp_path)
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     second.owner(bytes(32), "tenant", "llama, process 7")
@@ -193,13 +187,13 @@ def test_a_folder_that_rests_is_warm_until_another_size_needs_the_room_and_that_
     assert bench.size_classes.close(10.0)
 
 
-def save_all(size_class: SizeClass) -> list[object]:
+def save_all(size_class):
     keys = layout(4096).keys(range(64))
     save(size_class.store, keys)
-    return load(size_class.store, keys)  # type: ignore[return-value]
+    return load(size_class.store, keys)
 
 
-def test_the_configured_size_is_closed_for_no_other(bench: Bench) -> None:
+def test_the_configured_size_is_closed_for_no_other(bench):
     bench.budget = 2 * BUDGET
     for future in bench.size_classes.prepare(4096).values():
         future.result(DEADLINE_S)
@@ -213,7 +207,7 @@ def test_the_configured_size_is_closed_for_no_other(bench: Bench) -> None:
     assert bench.discarded == [8192], "the strangers go, the longest first, and one is enough"
 
 
-def test_a_size_that_rests_is_closed_only_where_that_makes_room(bench, caplog) -> None:
+def test_a_size_that_rests_is_closed_only_where_that_makes_room(bench, caplog):
     bench.get(4096, users=1)
     rests = bench.get(32 * 4096)
     bench.clock.now += IDLE_S
@@ -227,7 +221,7 @@ def test_a_size_that_rests_is_closed_only_where_that_makes_room(bench, caplog) -
     assert not bench.size_classes.enter(rests), "who was about to come asks again"
 
 
-def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) -> None:
+def test_sizes_from_before_are_opened_together_with_their_parts(bench):
     for future in bench.size_classes.prepare(None, [4096, 8192]).values():
         future.result(DEADLINE_S)
     assert bench.opened == [(4096, True), (8192, True)]
@@ -237,7 +231,7 @@ def test_sizes_from_before_are_opened_together_with_their_parts(bench: Bench) ->
     ]
 
 
-def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(bench) -> None:
+def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(bench):
     bench.budget = 2 * BUDGET
     size_classes = [bench.get(4096 * number, users=1) for number in range(1, 9)]
     assert bench.bytes_in_use <= bench.budget
@@ -254,7 +248,7 @@ def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_mor
     assert bench.discarded == [4096 * 3], "who left first"
 
 
-def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench: Bench) -> None:
+def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench):
     bench.budget = 2 * BUDGET
     for future in bench.size_classes.prepare(None, [4096, 8192]).values():
         future.result(DEADLINE_S)
@@ -267,7 +261,7 @@ def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench:
     assert bench.discarded == [4096]
 
 
-def test_one_client_brings_at_most_six_sizes_and_others_find_room(bench: Bench) -> None:
+def test_one_client_brings_at_most_six_sizes_and_others_find_room(bench):
     bench.budget = 2 * BUDGET
     for number in range(1, 7):
         bench.size_classes.get(4096 * number, "greedy").result(DEADLINE_S)
@@ -280,7 +274,7 @@ def test_one_client_brings_at_most_six_sizes_and_others_find_room(bench: Bench) 
     bench.size_classes.get(4096 * 8, "greedy").result(DEADLINE_S)
 
 
-def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench: Bench) -> None:
+def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench):
     first = bench.get(4096, users=1)
     for size in (1 << 40, (1 << 30) + 4096):
         with pytest.raises(RefusedSize, match=f"no chunk may have {size:,} bytes") as refused:
@@ -289,7 +283,7 @@ def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench: Bench) -> None
     assert bench.opened == [(4096, False)] and first.store.most_held == 64
 
 
-def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
+def test_a_disk_is_shared_as_ram_is(tmp_path):
     bench = Bench(tmp_path)
     first = bench.get(4096, users=1)
     keys = layout(4096).keys(range(60))
@@ -317,16 +311,16 @@ def test_a_disk_is_shared_as_ram_is(tmp_path: Path) -> None:
     assert bench.size_classes.close(10.0)
 
 
-def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch) -> None:
+def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch):
     pool, begun, given = Pool(16, 4096), threading.Event(), threading.Event()
     populate, give_back = pool.populate, pool.give_back
 
-    def populating(first: int, count: int) -> None:
+    def populating(first, count):
         begun.set()
         given.wait(0.3)
         populate(first, count)
 
-    def giving(slot: int) -> None:
+    def giving(slot):
         give_back(slot)
         given.set()
 
@@ -340,7 +334,7 @@ def test_pages_that_are_just_being_made_present_go_back_too(monkeypatch) -> None
     assert store.close()
 
 
-def test_pages_of_slots_that_a_size_is_given_are_there_before_they_are_used() -> None:
+def test_pages_of_slots_that_a_size_is_given_are_there_before_they_are_used():
     pool = Pool(16, 4096)
     store = Store(pool)
     store.sharing.lend(Lane("pool", 1, urgent_bound=1, bound=1))
@@ -358,17 +352,17 @@ SUPERBLOCKS = 2 * 4096
 """Of the other size's index: its records are counted."""
 
 
-def save_all_of(size_class: SizeClass, keys: Sequence[ChunkKey]) -> None:
+def save_all_of(size_class, keys):
     for number in range(len(keys)):
         save(size_class.store, keys[number : number + 1])
     at_rest(size_class.store)
 
 
-def blocks(folder: Path) -> int:
+def blocks(folder):
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
-def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(bench) -> None:
+def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along(bench):
     sizes = {4096: bench.get(4096, users=1), 12288: bench.get(12288, users=1)}
     for turn, busy in enumerate([4096, 12288, 4096]):
         for number in range(40):
@@ -383,7 +377,7 @@ def test_a_load_that_goes_from_one_size_to_another_and_back_takes_the_room_along
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(tmp_path, share) -> None:
+def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(tmp_path, share):
     bench = Bench(tmp_path, share)
     small, large = bench.get(4096, users=1), bench.get(8192, users=1)
     owner = small.owner(bytes(32), "busy")
@@ -400,7 +394,7 @@ def test_a_size_with_one_busy_tenant_gets_the_room_that_its_quota_allows(tmp_pat
     assert bench.size_classes.close(10.0)
 
 
-def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Bench) -> None:
+def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench):
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     hot = layout(4096).keys(range(30))
     save(first.store, hot)
@@ -413,9 +407,7 @@ def test_what_is_hot_stays_when_another_size_has_a_flood_of_new_chunks(bench: Be
         size_class.store.check(idle=True)
 
 
-def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to_another(
-    bench: Bench,
-) -> None:
+def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to_another(bench):
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     keys = layout(4096).keys(range(32))
     save(first.store, keys)
@@ -437,7 +429,7 @@ def test_slots_that_an_engine_holds_are_not_counted_twice_while_the_room_goes_to
     first.store.check(idle=True)
 
 
-def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path) -> None:
+def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path):
     bench = Bench(tmp_path)
     bench.get(4096, users=1)
     second = bench.get(8192, users=1)
@@ -456,7 +448,7 @@ def test_what_one_size_borrowed_on_a_disk_is_warm_after_a_restart(tmp_path: Path
     assert again.size_classes.close(10.0)
 
 
-def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path, monkeypatch) -> None:
+def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path, monkeypatch):
     bench = Bench(tmp_path)
     bench.get(4096, users=1)
     monkeypatch.setattr(
@@ -478,10 +470,10 @@ def test_a_disk_that_is_full_leaves_a_size_with_what_it_has(tmp_path, monkeypatc
     assert bench.size_classes.close(10.0)
 
 
-def full_for_payloads(allocate: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+def full_for_payloads(allocate):
     calls = 0
 
-    def fallocate(fd: int, offset: int, size: int) -> None:
+    def fallocate(fd, offset, size):
         nonlocal calls
         payloads = os.readlink(f"/proc/self/fd/{fd}").endswith("slots.kvtier")
         calls += payloads
@@ -497,11 +489,11 @@ def full_for_payloads(allocate: Callable[[int, int, int], None]) -> Callable[[in
 
 
 @pytest.fixture
-def one() -> SizeClass:
+def one():
     return SizeClass(Store(Pool(1, 4096)), lambda call: None, Clock())
 
 
-def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
+def test_names_are_bounded_and_nobody_is_locked_out(one):
     first = one.owner(bytes(32), "first")
     one.owner(bytes(32), "honest")
     for number in range(registry_module._MAX_OWNERS + 100):
@@ -513,7 +505,7 @@ def test_names_are_bounded_and_nobody_is_locked_out(one: SizeClass) -> None:
     assert one.owner(bytes(32), "first") == first == owner_of(bytes(32), "first")
 
 
-def test_a_namespace_has_the_name_of_the_engine_that_came_last(one: SizeClass) -> None:
+def test_a_namespace_has_the_name_of_the_engine_that_came_last(one):
     for called in ("a, process 1", "b, process 2"):
         one.owner(bytes(32), "tenant", called)
         assert one.owners[bytes(32), "tenant"].engine == called
@@ -522,7 +514,7 @@ def test_a_namespace_has_the_name_of_the_engine_that_came_last(one: SizeClass) -
 @pytest.mark.parametrize(
     "make", [lambda: Store(Pool(4, 4096), share=0.5), lambda: Store(Pool(4, 4096))]
 )
-def test_owners_that_have_nothing_take_no_memory(make: Callable[[], Store]) -> None:
+def test_owners_that_have_nothing_take_no_memory(make):
     store = make()
     for number in range(20_000):
         with store.save(layout(4096).keys([number]), owner_of(bytes(32), str(number))) as lease:
@@ -534,9 +526,7 @@ def test_owners_that_have_nothing_take_no_memory(make: Callable[[], Store]) -> N
     store.check(idle=True)
 
 
-def test_a_model_whose_chunks_have_two_sizes_is_told_and_its_misses_have_a_reason(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_chunks_have_two_sizes_is_told_and_its_misses_have_a_reason(bench, caplog):
     first, second = bench.get(4096, users=1), bench.get(8192, users=1)
     owner = first.owner(bytes(32), "", "one")
     with first.store.save(layout(4096).keys([1]), owner) as lease:

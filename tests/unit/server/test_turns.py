@@ -9,7 +9,6 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,26 +22,26 @@ from tests.child_process import DEADLINE_S, wait_for
 class Bench:
     """Turns over a loop whose time and processor stand still unless they are moved."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.cpu, self.timers, self.done = 0.0, list[tuple[float, Callable[[], None]]](), ""
         loop: Any = SimpleNamespace(call_later=lambda *timer: self.timers.append(timer))
         self.turns = Turns(loop, lambda: self.cpu)
 
-    def work(self, name: str, cost_s: float = 0.004) -> Callable[[], None]:
-        def work() -> None:
+    def work(self, name, cost_s=0.004):
+        def work():
             self.cpu += cost_s
             self.done += name
 
         return work
 
-    def rest(self) -> float:
+    def rest(self):
         ((seconds, call),) = self.timers
         self.timers.clear()
         call()
         return seconds
 
 
-def test_a_handshake_at_rest_is_done_at_once_and_the_next_after_nine_times_as_long() -> None:
+def test_a_handshake_at_rest_is_done_at_once_and_the_next_after_nine_times_as_long():
     bench = Bench()
     bench.turns.wait("a", bench.work("1"))
     bench.turns.wait("a", bench.work("2", 0.01))
@@ -57,7 +56,7 @@ def test_a_handshake_at_rest_is_done_at_once_and_the_next_after_nine_times_as_lo
     assert bench.rest() == pytest.approx(9 * 0.005), "it had to be paid for"
 
 
-def test_a_turn_lasts_until_the_loop_has_answered_and_is_paid_for_then() -> None:
+def test_a_turn_lasts_until_the_loop_has_answered_and_is_paid_for_then():
     bench = Bench()
     for name in "12":
         bench.turns.wait("a", bench.work(name, 0.0))
@@ -68,7 +67,7 @@ def test_a_turn_lasts_until_the_loop_has_answered_and_is_paid_for_then() -> None
     assert bench.rest() == pytest.approx(0.036)
 
 
-def test_addresses_take_turns_and_of_one_the_last_goes_first() -> None:
+def test_addresses_take_turns_and_of_one_the_last_goes_first():
     bench = Bench()
     for origin, name in zip("xaaabbc", "0123456", strict=True):
         bench.turns.wait(origin, bench.work(name))
@@ -77,7 +76,7 @@ def test_addresses_take_turns_and_of_one_the_last_goes_first() -> None:
     assert bench.done == "0" + "356" + "24" + "1"
 
 
-def test_who_is_gone_has_no_turn_and_nothing_of_it_is_kept() -> None:
+def test_who_is_gone_has_no_turn_and_nothing_of_it_is_kept():
     bench = Bench()
     works = [bench.work(str(number)) for number in range(4)]
     for work in works:
@@ -89,10 +88,10 @@ def test_who_is_gone_has_no_turn_and_nothing_of_it_is_kept() -> None:
     assert (bench.done, bench.timers) == ("0", [])
 
 
-def test_a_turn_that_fails_ends_nobody_elses() -> None:
+def test_a_turn_that_fails_ends_nobody_elses():
     bench = Bench()
 
-    def fails() -> None:
+    def fails():
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
@@ -110,9 +109,7 @@ class Visited(asyncio.Protocol):
         transport.abort()
 
 
-async def visited(
-    folder: Path, act: Callable[[Turns, socket.socket], Any], *, rests: bool = True
-) -> OSError | None:
+async def visited(folder, act, *, rests=True):
     """Why a connection was not made on which the client does ``act`` in a thread of its own.
     None: it was. ``rests``: somebody else had a turn."""
     make_certificates(folder)
@@ -137,8 +134,8 @@ async def visited(
     return None
 
 
-def test_a_handshake_waits_for_its_turn_and_is_paid_for(tmp_path: Path) -> None:
-    def act(turns: Turns, sock: socket.socket) -> None:
+def test_a_handshake_waits_for_its_turn_and_is_paid_for(tmp_path):
+    def act(turns, sock):
         context = ssl.create_default_context(cafile=tmp_path / "ours.pem")
         shaking = context.wrap_socket(
             sock, server_hostname="localhost", do_handshake_on_connect=False
@@ -159,8 +156,8 @@ def test_a_handshake_waits_for_its_turn_and_is_paid_for(tmp_path: Path) -> None:
     assert asyncio.run(visited(tmp_path, act)) is None
 
 
-def test_who_sends_too_much_before_its_turn_is_cut_off(tmp_path: Path) -> None:
-    def act(_: Turns, sock: socket.socket) -> None:
+def test_who_sends_too_much_before_its_turn_is_cut_off(tmp_path):
+    def act(_, sock):
         sock.sendall(b"\x16" * _MOST_WAITING_BYTES)
         with suppress(ConnectionError):
             assert sock.recv(1) == b"", "cut off"
@@ -169,8 +166,8 @@ def test_who_sends_too_much_before_its_turn_is_cut_off(tmp_path: Path) -> None:
     assert "too much before its handshake" in str(error)
 
 
-def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path: Path) -> None:
-    def act(turns: Turns, sock: socket.socket) -> None:
+def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path):
+    def act(turns, sock):
         assert turns._waiting == {}
         sock.sendall(b"\x16")
         wait_for(lambda: "a" in turns._waiting, "it waits")
@@ -180,10 +177,10 @@ def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path: P
 
 
 @pytest.mark.parametrize("first", [b"", b"\x16"], ids=["silent", "waiting"])
-def test_the_time_for_a_handshake_ends_before_its_turn_too(tmp_path, monkeypatch, first) -> None:
+def test_the_time_for_a_handshake_ends_before_its_turn_too(tmp_path, monkeypatch, first):
     monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.05)
 
-    def act(_: Turns, sock: socket.socket) -> None:
+    def act(_, sock):
         sock.sendall(first)
         with suppress(ConnectionError):
             assert sock.recv(1) == b"", "cut off"
@@ -192,13 +189,11 @@ def test_the_time_for_a_handshake_ends_before_its_turn_too(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("end", ["leaves", "stalls", "junk"])
-def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(tmp_path, monkeypatch, end):
     if end == "stalls":
         monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.2)
 
-    def act(turns: Turns, sock: socket.socket) -> None:
+    def act(turns, sock):
         first = ssl.MemoryBIO()
         with suppress(ssl.SSLWantReadError):
             ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), first).do_handshake()
@@ -207,7 +202,7 @@ def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
             wait_for(lambda: turns._spent_s > 0.0, "it was answered")
             sock.shutdown(socket.SHUT_RDWR)
 
-    def held() -> list[object]:
+    def held():
         return [one for one in gc.get_objects() if type(one).__name__ == "Charged"]
 
     gc.collect()
@@ -219,13 +214,13 @@ def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(
         gc.enable()
 
 
-def test_connections_of_strangers_come_one_in_two_milliseconds() -> None:
+def test_connections_of_strangers_come_one_in_two_milliseconds():
     slept = list[float]()
 
-    async def scenario() -> None:
+    async def scenario():
         loop, pause = asyncio.get_running_loop(), asyncio.sleep
 
-        async def sleep(seconds: float) -> None:
+        async def sleep(seconds):
             slept.append(seconds)
             await pause(0)
 

@@ -1,16 +1,13 @@
 """What a session is told of changes: only of chunks that it has named, in order, and honestly when
 some were lost."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
 from kvtier.client.client import Client
 from kvtier.client.connect import ServerAccess, hello
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
@@ -30,17 +27,17 @@ OTHER = ChunkLayout(fingerprint({"model": "watched", "namespace": "other"}), 1, 
 class Bench:
     """A Store of eight slots over one tier, and sessions that watch it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lane = ManualLane()
         self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
 
-    def session(self, owner: int = 1) -> Session:
+    def session(self, owner=1):
         session = Session(self.store, owner)
         assert hear(session) == []
         return session
 
 
-def hear(session: Session) -> list[Change] | None:
+def hear(session):
     heard: list[Change] = []
     while True:
         answer = session.answer(wire.Hear())
@@ -54,26 +51,26 @@ def hear(session: Session) -> list[Change] | None:
             return heard
 
 
-def save(session: Session, keys: list[ChunkKey], *, commit: bool = True) -> None:
+def save(session, keys, *, commit=True):
     slots = session.answer(wire.Save(0, wire.joined(keys)))
     assert isinstance(slots, wire.Slots)
     session.answer(wire.Commit(slots.lease) if commit else wire.End(slots.lease))
 
 
-def where(session: Session, keys: list[ChunkKey]) -> list[int]:
+def where(session, keys):
     answer = session.answer(wire.Where(0, wire.joined(keys)))
     assert isinstance(answer, wire.Placed)
     return answer.places
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench():
     bench = Bench()
     yield bench
     bench.store.close()
 
 
-def test_what_a_session_saved_is_told_from_place_to_place(bench: Bench) -> None:
+def test_what_a_session_saved_is_told_from_place_to_place(bench):
     session, (key,) = bench.session(), LAYOUT.keys([1])
     save(session, [key])
     assert hear(session) == [Change(RAM, key, True)]
@@ -81,10 +78,10 @@ def test_what_a_session_saved_is_told_from_place_to_place(bench: Bench) -> None:
     assert hear(session) == [Change(NVME, key, True)]
     session.answer(wire.Invalidate(key))
     assert hear(session) == [Change(RAM, key, False), Change(NVME, key, False)]
-    assert not session._watch._named, "nothing is remembered of what is nowhere"  # type: ignore[union-attr]
+    assert not session._watch._named, "nothing is remembered of what is nowhere"
 
 
-def test_what_left_one_place_after_another_is_withdrawn_from_both(bench: Bench) -> None:
+def test_what_left_one_place_after_another_is_withdrawn_from_both(bench):
     session, keys = bench.session(), LAYOUT.keys([1])
     save(session, keys)
     bench.lane.run()
@@ -95,7 +92,7 @@ def test_what_left_one_place_after_another_is_withdrawn_from_both(bench: Bench) 
     assert hear(session) == [Change(RAM, keys[0], False), Change(NVME, keys[0], False)]
 
 
-def test_a_save_that_is_given_up_leaves_what_lies_below_told(bench: Bench) -> None:
+def test_a_save_that_is_given_up_leaves_what_lies_below_told(bench):
     session, keys = bench.session(), LAYOUT.keys([1])
     save(session, keys)
     bench.lane.run()
@@ -107,14 +104,14 @@ def test_a_save_that_is_given_up_leaves_what_lies_below_told(bench: Bench) -> No
     assert hear(session) == [Change(NVME, keys[0], False)]
 
 
-def test_what_is_not_committed_is_not_told(bench: Bench) -> None:
+def test_what_is_not_committed_is_not_told(bench):
     session, (key,) = bench.session(), LAYOUT.keys([1])
     save(session, [key], commit=False)
     assert hear(session) == []
-    assert not session._watch._named  # type: ignore[union-attr]
+    assert not session._watch._named
 
 
-def test_nobody_hears_of_chunks_that_he_has_not_named(bench: Bench) -> None:
+def test_nobody_hears_of_chunks_that_he_has_not_named(bench):
     mine, other = bench.session(), bench.session(owner=2)
     save(mine, LAYOUT.keys([1, 2]))
     save(other, OTHER.keys([1, 2]))
@@ -124,7 +121,7 @@ def test_nobody_hears_of_chunks_that_he_has_not_named(bench: Bench) -> None:
     assert {change.key for change in hear(other) or ()} == set(OTHER.keys([1, 2]))
 
 
-def test_who_names_a_chunk_of_another_engine_hears_of_it_from_then_on(bench: Bench) -> None:
+def test_who_names_a_chunk_of_another_engine_hears_of_it_from_then_on(bench):
     one, two, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3])
     save(one, keys[:1])
     bench.lane.run()
@@ -135,7 +132,7 @@ def test_who_names_a_chunk_of_another_engine_hears_of_it_from_then_on(bench: Ben
     assert hear(two) == [Change(RAM, keys[0], False), Change(NVME, keys[0], False)]
 
 
-def test_a_chunk_that_nobody_owns_is_told_too(bench: Bench) -> None:
+def test_a_chunk_that_nobody_owns_is_told_too(bench):
     session, keys = bench.session(), LAYOUT.keys([1])
     with bench.store.save(keys) as lease:
         lease.commit()
@@ -144,7 +141,7 @@ def test_a_chunk_that_nobody_owns_is_told_too(bench: Bench) -> None:
     assert hear(session) == [Change(RAM, keys[0], False)]
 
 
-def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(bench, monkeypatch) -> None:
+def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(bench, monkeypatch):
     monkeypatch.setattr(changes, "_MOST_WAITING", 3)
     slow, quick, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3, 4])
     save(slow, keys)
@@ -156,7 +153,7 @@ def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(bench, mon
     assert hear(slow) == [Change(RAM, keys[0], False)]
 
 
-def test_many_changes_come_in_several_answers(bench, monkeypatch) -> None:
+def test_many_changes_come_in_several_answers(bench, monkeypatch):
     monkeypatch.setattr("kvtier.server.session._MOST_TOLD", 2)
     session, keys = bench.session(), LAYOUT.keys([1, 2, 3])
     save(session, keys)
@@ -166,7 +163,7 @@ def test_many_changes_come_in_several_answers(bench, monkeypatch) -> None:
     assert hear(session) == [Change(RAM, keys[2], True)]
 
 
-def test_the_store_notes_nothing_while_nobody_watches(bench: Bench) -> None:
+def test_the_store_notes_nothing_while_nobody_watches(bench):
     sessions = bench.session(), bench.session()
     assert len(bench.store._directory.observers.came) == 2
     for session in sessions:
@@ -174,18 +171,18 @@ def test_the_store_notes_nothing_while_nobody_watches(bench: Bench) -> None:
     assert not bench.store._directory.observers.came
 
 
-def test_where_before_the_first_hear_is_an_error(bench: Bench) -> None:
+def test_where_before_the_first_hear_is_an_error(bench):
     session = Session(bench.store, 1)
     with pytest.raises(wire.WireError, match="before the first Hear"):
         session.answer(wire.Where(0, b""))
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_engine_is_told_nothing_once_its_connection_is_gone() -> None:
+def test_an_engine_is_told_nothing_once_its_connection_is_gone():
     store = Store(Pool(8, SLOT))
     own = hello(LAYOUT.fingerprint, SLOT, stream=False)
 
-    async def scenario() -> None:
+    async def scenario():
         async with served(store) as server:
             access = ServerAccess(server.listeners[0].address, own)
             client = await asyncio.to_thread(Client, access, DEADLINE_S)

@@ -1,7 +1,5 @@
 """How old the coldest chunk of a place is."""
 
-from __future__ import annotations
-
 from kvtier.core.chunk import ChunkLayout
 from kvtier.store.directory import Directory
 from kvtier.store.observers import ages as ages_module
@@ -63,7 +61,7 @@ def test_a_directory_says_when_its_coldest_chunk_was_used():
     directory, ages = Directory(4, [4]), Ages(8)
     directory.observers.add(ages)
 
-    def coldest() -> tuple[int | None, int | None]:
+    def coldest():
         return ages.coldest(directory.order), ages.coldest(directory.tiers[0].order)
 
     for turn, key in enumerate(KEYS[:3], start=1):

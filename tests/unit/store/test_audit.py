@@ -1,8 +1,6 @@
 """The audit: slots that change behind everybody's back are found by comparison, and right chunks
 are never blamed."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -21,33 +19,33 @@ SLOT = 512 * 1024  # two pieces
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(tokens)
 
 
 class Bench:
     """A Store over one tier, whose lane is turned by hand."""
 
-    def __init__(self, one_in: int = 1, *, slots: int = 4, shared: bool = False) -> None:
+    def __init__(self, one_in=1, *, slots=4, shared=False):
         self.tier, self.lane = DictTier(64, shared=shared), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)])
         self.store.audit.one_in = one_in
 
-    def save(self, run: list[ChunkKey], version: bytes = b"") -> None:
+    def save(self, run, version=b""):
         with self.store.save(run) as lease:
             for key, view in zip(lease.keys, lease.views(), strict=True):
                 view[:] = content(ChunkKey(key + version), SLOT)
             lease.commit()
         self.lane.run()
 
-    def load(self, run: list[ChunkKey]) -> None:
+    def load(self, run):
         with self.store.load(run) as lease:
             self.lane.run()
             assert lease.poll() == Progress(len(run), 0)
         self.lane.run()
         self.store.check(idle=True)
 
-    def flip(self, run: list[ChunkKey], at: int) -> None:
+    def flip(self, run, at):
         """One bit of the last chunk's slot changes while it is held in RAM."""
         with self.store.load(run) as lease:
             lease.poll()
@@ -56,7 +54,7 @@ class Bench:
         self.store.audit.one_in = one_in
 
     @property
-    def counts(self) -> tuple[int, int]:
+    def counts(self):
         """Audited, and of them wrong."""
         counts = self.store.stats()
         return counts.get("audited", 0), counts.get("audit_mismatch", 0)

@@ -1,7 +1,5 @@
 """Changes of what a Store holds wait in one bounded list. Whoever takes them learns of a loss."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from kvtier.core.chunk import ChunkKey
@@ -13,7 +11,7 @@ from kvtier.store.observers.changes import Changes
 KEYS = [ChunkKey(bytes([number]) * 40) for number in range(4)]
 
 
-def watching(directory: Directory | None = None) -> Changes:
+def watching(directory=None):
     return Changes(directory or Directory(1), nullcontext(), ["ram", "nvme"])
 
 

@@ -1,10 +1,7 @@
 """The state machine, transition by transition. The random walk over all of them is
 tests/property."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -24,14 +21,14 @@ def in_use(directory):
     return len(directory._entries) + len(directory._gone)
 
 
-def key(name: str) -> ChunkKey:
+def key(name):
     return ChunkKey(name.encode().ljust(40, b"."))
 
 
 A, B, C, D = (key(name) for name in "ABCD")
 
 
-def ready(directory: Directory, *keys: ChunkKey) -> list[Entry]:
+def ready(directory, *keys):
     entries = []
     for one in keys:
         entry = directory.reserve(one, ())
@@ -262,7 +259,7 @@ def test_an_owner_with_its_quota_of_the_whole_asks_for_no_more_room():
     assert directory.crowded == [0, 0]
 
 
-def saved(directory: Directory, key: ChunkKey, owner: int) -> Entry:
+def saved(directory, key, owner):
     entry = directory.reserve(key, (), None, owner)
     assert entry is not None
     directory.filled((entry,))
@@ -574,22 +571,22 @@ def test_what_is_kept_leaves_after_the_rest_of_every_place_until_its_time_is_ove
 
 
 class Heard(Observer):
-    def __init__(self) -> None:
+    def __init__(self):
         self.events: list[object] = []
 
-    def came(self, place: int, key: ChunkKey) -> None:
+    def came(self, place, key):
         self.events.append(("came", place, key))
 
-    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+    def left(self, place, key, how):
         self.events.append(("left", place, key, how))
 
-    def missing(self, key: ChunkKey, how: Left) -> None:
+    def missing(self, key, how):
         self.events.append(("missing", key, how))
 
-    def used(self, run: Sequence[ChunkKey]) -> None:
+    def used(self, run):
         self.events.append(("used", *run))
 
-    def stored(self, run: Sequence[ChunkKey]) -> None:
+    def stored(self, run):
         self.events.append(("stored", *run))
 
 

@@ -1,7 +1,5 @@
 """What the index says about itself where a rule of it is broken."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.core.chunk import ChunkKey
@@ -12,36 +10,36 @@ A, B, C, D = (ChunkKey(name.encode().ljust(40, b".")) for name in "ABCD")
 OWNER = 7
 
 
-def saved(directory: Directory, *keys: ChunkKey) -> None:
+def saved(directory, *keys):
     for key in keys:
         entry = directory.reserve(key, (), None, OWNER)
         assert entry is not None
         directory.filled((entry,))
 
 
-def has_another_slot(directory: Directory) -> None:
+def has_another_slot(directory):
     entry = directory.get(A)
     assert entry is not None
     entry.slot = 1
 
 
-def leaves_the_order(directory: Directory) -> None:
+def leaves_the_order(directory):
     """The slot before it is free."""
     saved(directory, B)
     directory.invalidate(A)
     directory.order.discard(B)
 
 
-def has_more_slots_than_its_quota(directory: Directory) -> None:
+def has_more_slots_than_its_quota(directory):
     directory._used[OWNER] = 3
 
 
-def has_more_of_a_tier_than_its_quota(directory: Directory) -> None:
+def has_more_of_a_tier_than_its_quota(directory):
     for key in (A, B, C):
         directory.tiers[0].hold(key, OWNER)
 
 
-def is_kept_without_a_time(directory: Directory) -> None:
+def is_kept_without_a_time(directory):
     directory.keep([A], 10)
     directory.order.kept.stays.clear()
 

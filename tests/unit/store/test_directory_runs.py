@@ -1,16 +1,13 @@
 """Chunks of a run are reserved and filled together with the same effect as one after the other."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
-from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
@@ -21,20 +18,20 @@ KEYS = [ChunkKey(number.to_bytes(40)) for number in range(90)]
 
 
 class Told(Observer):
-    def __init__(self) -> None:
+    def __init__(self):
         self.events: list[tuple[int, ChunkKey, Left | None]] = []
 
-    def came(self, place: int, key: ChunkKey) -> None:
+    def came(self, place, key):
         self.events.append((place, key, None))
 
-    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+    def left(self, place, key, how):
         self.events.append((place, key, how))
 
 
 class Place:
     """A Directory, and what goes on there."""
 
-    def __init__(self, policy: PolicyOf, share: float | None, *, together: bool) -> None:
+    def __init__(self, policy, share, *, together):
         self.directory = Directory(ROOM, (100,), policy, share, keep=0.3)
         self.told, self.together = Told(), together
         self.directory.observers.add(self.told)
@@ -42,7 +39,7 @@ class Place:
         self.read = list[Entry]()
         self.written = list[Entry]()
 
-    def reserve(self, run: Sequence[ChunkKey], owner: int) -> None:
+    def reserve(self, run, owner):
         directory, keep, made = self.directory, frozenset(run), list[Entry]()
         directory.ordered(run)
         absent = directory.absent(run)
@@ -56,14 +53,14 @@ class Place:
                 made.append(entry)
         self.filling.append(made)
 
-    def filled(self) -> None:
+    def filled(self):
         made = self.filling.pop(0) if self.filling else []
         if self.together:
             self.directory.filled(made)
         for entry in () if self.together else made:
             self.directory.filled((entry,))
 
-    def step(self, draw: random.Random) -> None:
+    def step(self, draw):
         first = draw.randrange(len(KEYS) - 12)
         run = KEYS[first : first + draw.randint(1, 12)]
         draw.choice(
@@ -80,25 +77,25 @@ class Place:
             )
         )()
 
-    def read_(self, run: Sequence[ChunkKey]) -> None:
+    def read_(self, run):
         self.directory.used(run)
         self.read += self.directory.pin_ready(run)
 
-    def let_go(self) -> None:
+    def let_go(self):
         while self.read:
             self.directory.unpin((self.read.pop(),))
 
-    def write(self, most: int) -> None:
+    def write(self, most):
         for entry in self.written:
             self.directory.spill_ended(entry, 0, stored=True)
         named = self.directory.next_out()[:most]
         self.written = [each for each in named if self.directory.spill_begun(each, 0) is not None]
 
-    def resize(self, slots: int, most: int) -> None:
+    def resize(self, slots, most):
         self.directory.resize(slots, most)
         self.directory.slots.gave_back(self.directory.slots.leaving(9))
 
-    def state(self) -> object:
+    def state(self):
         directory = self.directory
         return (
             list(directory.order),
@@ -174,7 +171,7 @@ class Looked(LRU):
 
     count = 0
 
-    def __iter__(self) -> Iterator[ChunkKey]:
+    def __iter__(self):
         for key in super().__iter__():
             self.count += 1
             yield key

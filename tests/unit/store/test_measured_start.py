@@ -1,12 +1,10 @@
 """A start measures a tier that holds something from before."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 from kvtier.assemble import assemble_store, paces
 from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.started import Started
 from kvtier.store.store import Store
@@ -45,9 +43,7 @@ def test_what_has_left_by_then_and_what_a_shared_tier_may_hold_are_not_read():
         lane, reads = ManualLane(), list[bytes]()
 
         class Tier(DictTier):
-            def read(
-                self, key: ChunkKey, into: memoryview, reads: list[bytes] = reads
-            ) -> bool | None:
+            def read(self, key, into, reads=reads):
                 reads.append(key)
                 return super().read(key, into)
 

@@ -1,19 +1,14 @@
 """What a Store says of chunks it cannot give: each miss under one reason, in its counts and in its
 forecasts."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Served
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.testing.check_tier import content
-from kvtier.tiers.base import Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
@@ -22,23 +17,23 @@ SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(tokens)
 
 
 class Bench:
-    def __init__(self, tier: Tier | None = None, slots: int = 4) -> None:
+    def __init__(self, tier=None, slots=4):
         self.lane = ManualLane()
         self.store = Store(Pool(slots, SLOT), [] if tier is None else [(tier, self.lane)])
 
-    def save(self, run: list[ChunkKey]) -> None:
+    def save(self, run):
         with self.store.save(run) as lease:
             for key, view in zip(lease.keys, lease.views(), strict=True):
                 view[:] = content(key, SLOT)
             lease.commit()
         self.lane.run()
 
-    def missed(self, run: list[ChunkKey], most: int | None = None) -> dict[str, int]:
+    def missed(self, run, most=None):
         """What loading the run adds to the counts."""
         before = self.store.stats()
         with self.store.load(run, most=most):
@@ -56,14 +51,14 @@ class Away(DictTier):
 
     away = False
 
-    def __init__(self, capacity: int, *, shared: bool = False) -> None:
+    def __init__(self, capacity, *, shared=False):
         super().__init__(capacity, shared=shared)
         self.breaker = Breaker(Clock())
 
-    def may_read(self, key: ChunkKey) -> bool:
+    def may_read(self, key):
         return self.breaker.reserves()
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         if self.away:
             self.breaker.fault()
             return None
@@ -71,7 +66,7 @@ class Away(DictTier):
         return super().read(key, into)
 
     @property
-    def nodes_away(self) -> Sequence[str]:
+    def nodes_away(self):
         return ("away",) if self.breaker.open else ()
 
 
@@ -152,7 +147,7 @@ def test_what_lies_behind_declined_chunks_is_not_counted():
 def test_an_ideal_cache_hits_what_left_for_want_of_room_and_no_more():
     bench = Bench(slots=2)
 
-    def ideal(run: list[ChunkKey], asked: int, hits: int = 0, end: int = 0) -> int:
+    def ideal(run, asked, hits=0, end=0):
         before = bench.store.stats()["ideal_tokens"]
         bench.store.served(Served(asked, {"ram": hits}, run, 10, end))
         return bench.store.stats()["ideal_tokens"] - before

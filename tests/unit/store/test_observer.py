@@ -1,12 +1,10 @@
 """What watches a Store is a file of its own: this one's watcher is no part of kvtier, and it sees
 what the built-in ones see. Each of those keeps a bounded number of things, whatever it is told."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
@@ -43,7 +41,7 @@ KEYS = [LAYOUT.keys([number])[0] for number in range(100)]
 class Watcher(Observer):
     """Of this test alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.held = set[tuple[int, ChunkKey]]()
         self.reasons = dict[ChunkKey, str]()
         self.times = Counter[tuple[str, str]]()
@@ -52,51 +50,51 @@ class Watcher(Observer):
         self.said = list[object]()
         self.closed = False
 
-    def came(self, place: int, key: ChunkKey) -> None:
+    def came(self, place, key):
         assert (place, key) not in self.held, "a change that changes nothing"
         self.held.add((place, key))
 
-    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+    def left(self, place, key, how):
         self.held.remove((place, key))
         self.reasons[key] = how.name.lower()
 
-    def missing(self, key: ChunkKey, how: Left) -> None:
+    def missing(self, key, how):
         self.reasons[key] = how.name.lower()
 
-    def used(self, run: Sequence[ChunkKey]) -> None:
+    def used(self, run):
         self.runs.append(("used", list(run)))
 
-    def stored(self, run: Sequence[ChunkKey]) -> None:
+    def stored(self, run):
         self.runs.append(("stored", list(run)))
 
-    def took(self, what: str, place: str, seconds: float) -> None:
+    def took(self, what, place, seconds):
         self.times[what, place] += 1
 
-    def loaded(self, entries: Sequence[Entry]) -> None:
+    def loaded(self, entries):
         assert all(entry.state is READY and entry.pins for entry in entries)
         self.read += [entry.key for entry in entries]
 
-    def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
+    def prompt(self, run, asker):
         self.said.append((list(run), asker.session))
 
-    def hint(self, run: Sequence[ChunkKey], session: str, hint: Hint) -> None:
+    def hint(self, run, session, hint):
         self.said.append(hint)
 
-    def finished(self, ended: Ended) -> None:
+    def finished(self, ended):
         self.said.append(ended)
 
-    def served(self, served: Served) -> None:
+    def served(self, served):
         self.said.append(served)
 
-    def counted(self) -> Mapping[str, int]:
+    def counted(self):
         return {"watched": len(self.held)}
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s):
         self.closed = True
         return False
 
 
-def save(store: Store, run: Sequence[ChunkKey], *lanes: ManualLane) -> None:
+def save(store, run, *lanes):
     with store.save(run) as lease:
         lease.commit()
     for lane in lanes:
@@ -170,7 +168,7 @@ def test_a_watch_that_has_ended_is_told_nothing_and_costs_nothing():
 
 def test_only_what_an_observer_overrides_is_called_and_once():
     class Ends(Observer):
-        def finished(self, ended: Ended) -> None: ...
+        def finished(self, ended): ...
 
     observers, one = Observers(Observer()), Ends()
     observers.add(one)
@@ -188,7 +186,7 @@ BOUND = 8
 class LoadedOnce(Audit):
     """Of a Directory with one chunk, which lies in RAM and below. Each load of it is compared."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lane, directory = ManualLane(bound=BOUND), Directory(1, [1])
         core = Core(nullcontext(), directory, Pool(1, SLOT), Counter())
         lower = LowerTier(core, 0, TierSpec(DictTier(1), self.lane), float)
@@ -201,7 +199,7 @@ class LoadedOnce(Audit):
         self.one_in = 1
 
 
-def begun(made: Any) -> Any:
+def begun(made):
     (made.begin(1) if isinstance(made, Ages) else made.hinted())
     return made
 
@@ -239,7 +237,7 @@ BOUNDS = (
 """Those that no argument gives."""
 
 
-def tell(observers: Observers, event: str, number: int, entry: Entry) -> None:
+def tell(observers, event, number, entry):
     key = KEYS[number]
     arguments: dict[str, tuple[object, ...]] = {
         "came": (number % 2, key),

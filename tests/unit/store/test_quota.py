@@ -1,7 +1,5 @@
 """A quota by itself: how much an owner may have, and whose chunk leaves for one more."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from kvtier.core.tenant import UNOWNED
@@ -10,7 +8,7 @@ from kvtier.store.quota import Quota
 ONE, OTHER = 1, 2
 
 
-def quota(counts: Counter[int]) -> Quota:
+def quota(counts):
     """4 chunks of the whole place, and 2 of the part that the Store has now."""
     made = Quota(0.5, 8, counts.__getitem__)
     made.resize(4, counts)

@@ -1,11 +1,9 @@
 """Why a chunk is missing: what is remembered of those that left, and of first chunks under other
 salts."""
 
-from __future__ import annotations
-
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.store.directory import Directory
 from kvtier.store.observer import Left
 from kvtier.store.observers.past import Past
@@ -14,7 +12,7 @@ from kvtier.store.reports.miss_reasons import FirstChunks, Marks
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (4096,))
 
 
-def keys(count: int, start: int = 0) -> list[ChunkKey]:
+def keys(count, start=0):
     return LAYOUT.keys(range(start, start + count))
 
 

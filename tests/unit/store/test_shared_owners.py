@@ -1,14 +1,12 @@
 """Who may drop what lies in a tier where others write too: its owner and the operator, also after a
 restart, and nobody else."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from obstore.store import MemoryStore
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
@@ -20,7 +18,6 @@ from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.away.library_process import LibraryError
 from kvtier.tiers.away.object_layout import ObjectForm, room
-from kvtier.tiers.base import Tier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.answering import Session
 from tests.memory_bucket import MemoryBucket
@@ -36,32 +33,32 @@ THEIRS, EVILS = (
 class Host:
     """A server's Store over a bucket that outlives it."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier):
         self.lane = ManualLane(urgent_bound=999, bound=999)
         self.store = Store(Pool(16, SLOT), [(tier, self.lane)])
 
-    def save(self, keys: list[ChunkKey], owner: int) -> None:
+    def save(self, keys, owner):
         with self.store.save(keys, owner) as lease:
             for view in lease.views():
                 view[:] = bytes(SLOT)
             lease.commit()
         self.lane.run()
 
-    def held(self, keys: list[ChunkKey]) -> int:
+    def held(self, keys):
         """How many of these can be loaded."""
         with self.store.load(keys) as lease:
             self.lane.run()
             return lease.poll().ready
 
 
-def resets(session: Session, known: Sequence[ChunkKey] = ()) -> None:
+def resets(session, known=()):
     """An attached engine forgets ``known``, of which it knows the names, then all chunks that there
     are, as vLLM's ``/reset_prefix_cache`` does."""
     whole(session.begin(wire.Invalidate(wire.joined(known))))
     whole(session.begin(wire.InvalidateAllCall()))
 
 
-def deletes(stream: ChunkStream, known: Sequence[ChunkKey]) -> None:
+def deletes(stream, known):
     """An engine on another host deletes each of these."""
     for number, key in enumerate(known, 1):
         whole(stream.begin(wire.Delete(number, key)))
@@ -75,7 +72,7 @@ def opened(request):
     """Each call is a restart: another server with the same bucket."""
     medium = MemoryStore()
 
-    def host() -> Host:
+    def host():
         if request.param == "plain":
             return Host(ObjectTier(MemoryBucket(medium), FORM, 64 * room(SLOT), SLOT))
         size = sealed_bytes(SLOT)
@@ -86,7 +83,7 @@ def opened(request):
     return host
 
 
-def filled(opened: Opened) -> Host:
+def filled(opened):
     """A host that has found what two tenants wrote before it started."""
     before = opened()
     before.save(THEIRS, ACME)
@@ -151,13 +148,13 @@ def test_what_a_bucket_cannot_be_asked_now_stays_and_is_asked_again(opened, monk
     assert host.store.lookup(EVILS).known == 5
     for lower in host.store.lower:
         tier = lower.tier.inner if isinstance(lower.tier, SealedTier) else lower.tier
-        tier._breaker.ok()  # type: ignore[attr-defined]
+        tier._breaker.ok()  # type: ignore[union-attr]
         lower.sweep_soon()
     host.lane.run()
     assert (host.held(THEIRS), host.held(EVILS)) == (5, 0)
 
 
-def failing(_: object, name: str) -> int:
+def failing(_, name):
     raise LibraryError(name)
 
 

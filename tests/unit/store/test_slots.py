@@ -1,11 +1,9 @@
 """RAM's slots by themselves: which are free, which leave, and in which order they come back."""
 
-from __future__ import annotations
-
 from kvtier.store.slots import RamSlots
 
 
-def lent(count: int, *given: int) -> RamSlots:
+def lent(count, *given):
     """So many slots, of which these have given their memory back."""
     slots = RamSlots(count)
     slots.free = [slot for slot in slots.free if slot not in given]

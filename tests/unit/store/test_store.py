@@ -1,7 +1,5 @@
 """The Store over hand-turned lanes: what each verb promises, one promise a test."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest
@@ -21,11 +19,11 @@ SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(list(tokens))
 
 
-def fill(store: Store, run: list[ChunkKey]) -> int:
+def fill(store, run):
     """Save a run. Returns how many chunks were new."""
     with store.save(run) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
@@ -34,7 +32,7 @@ def fill(store: Store, run: list[ChunkKey]) -> int:
         return len(lease.slots)
 
 
-def over(*tiers: DictTier, slots: int = 4, bound: int = 64) -> tuple[Store, list[ManualLane]]:
+def over(*tiers, slots=4, bound=64):
     lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in tiers]
     return Store(Pool(slots, SLOT), list(zip(tiers, lanes, strict=True))), lanes
 
@@ -187,14 +185,14 @@ class AwayTier(DictTier):
     """Calls that its breakers let through."""
     lost: frozenset[ChunkKey] = frozenset()
 
-    def __init__(self, capacity: int, clock: Clock, name: str = "dict") -> None:
+    def __init__(self, capacity, clock, name="dict"):
         super().__init__(capacity, name=name)
         self.breakers = {lost: Breaker(clock) for lost in (True, False)}
 
-    def may_read(self, key: ChunkKey) -> bool:
+    def may_read(self, key):
         return self.breakers[key in self.lost].reserves()
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         self.calls += 1
         assert self.calls < 100, "it is asked for ever"
         breaker = self.breakers[key in self.lost]
@@ -208,7 +206,7 @@ class AwayTier(DictTier):
         return super().read(key, into)
 
 
-def spilled(tier: AwayTier, run: list[ChunkKey], *more: DictTier) -> tuple[Store, list[ManualLane]]:
+def spilled(tier, run, *more):
     """A store whose tiers, and not RAM, hold ``run``. The first is away."""
     lanes = [ManualLane() for _ in (tier, *more)]
     store = Store(Pool(len(run), SLOT), list(zip((tier, *more), lanes, strict=True)))
@@ -306,18 +304,18 @@ class Bug(DictTier):
 
     raises = ""
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         if self.raises == "read":
             raise RuntimeError
         return super().read(key, into)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         if self.raises == "write":
             raise RuntimeError
         return super().write(key, data, owner)
 
 
-def run_all(lane: ManualLane) -> None:
+def run_all(lane):
     """As a lane does: work that raises does not end it."""
     while len(lane):
         with suppress(RuntimeError):
@@ -361,7 +359,7 @@ def test_chunks_that_only_a_shared_tier_knows_are_found_by_load():
     run = keys(1, 2)
     held = {key: bytes(key).ljust(SLOT, b"\0") for key in run}
     store, (lane,) = over(DictTier(8, shared=True), slots=4)
-    store.tiers[0].held.update(held)  # type: ignore[attr-defined] # another server wrote them
+    store.tiers[0].held.update(held)  # another server wrote them
     assert store.lookup(run).progress == Progress(0, 0)
     with store.load(run) as lease:
         assert lease.poll().coming == 1, "not known yet"
@@ -428,8 +426,8 @@ def test_close_runs_queued_writes_and_tells_tiers_their_order():
     class Closing(DictTier):
         order: list[ChunkKey]
 
-        def close(self, coldest_first: object = ()) -> None:
-            self.order = list(coldest_first)  # type: ignore[call-overload]
+        def close(self, coldest_first=()):
+            self.order = list(coldest_first)
 
     tier = Closing(8)
     store, _ = over(tier)

@@ -1,8 +1,6 @@
 """What the Store forecasts of its tiers, by a clock that tests turn: measured reads, queues, and
 trial reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
@@ -17,32 +15,30 @@ SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(list(tokens))
 
 
 class SlowTier(DictTier):
     """Every call takes ``seconds`` of the test's clock."""
 
-    def __init__(
-        self, clock: Clock, seconds: float, *, name: str = "slow", shared: bool = False
-    ) -> None:
+    def __init__(self, clock, seconds, *, name="slow", shared=False):
         super().__init__(64, name=name, shared=shared)
         self.clock, self.seconds = clock, seconds
         self.reads: list[ChunkKey] = []
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         self.reads.append(key)
         self.clock.now += self.seconds
         return super().read(key, into)
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         self.clock.now += self.seconds
         return super().write(key, data, owner)
 
-    def find(self, keys: object) -> int:
+    def find(self, keys):
         self.clock.now += self.seconds
-        return super().find(keys)  # type: ignore[arg-type]
+        return super().find(keys)
 
 
 @pytest.fixture
@@ -50,17 +46,17 @@ def clock():
     return Clock()
 
 
-def over(clock: Clock, *tiers: DictTier, slots: int = 4) -> tuple[Store, list[ManualLane]]:
+def over(clock, *tiers, slots=4):
     lanes = [ManualLane() for _ in tiers]
     return Store(Pool(slots, SLOT), list(zip(tiers, lanes, strict=True)), clock=clock), lanes
 
 
-def fill(store: Store, run: list[ChunkKey]) -> None:
+def fill(store, run):
     with store.save(run) as lease:
         lease.commit()
 
 
-def spilled(clock: Clock, tier: DictTier, run: list[ChunkKey]) -> tuple[Store, ManualLane]:
+def spilled(clock, tier, run):
     """A store whose tier, and not RAM, holds ``run``."""
     store, (lane,) = over(clock, tier, slots=len(run))
     fill(store, run)
@@ -84,7 +80,7 @@ def test_of_each_chunk_by_itself_it_is_known_what_a_lookup_would_find(clock):
     store, lane = spilled(clock, tier, run)
     every = [*run, *keys(900, 77)]
 
-    def found() -> list[bool]:
+    def found():
         return [bool(store.lookup([key]).known) for key in every]
 
     assert store.known(every) == [True] * 5 + [False] == found()

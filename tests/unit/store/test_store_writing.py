@@ -1,7 +1,5 @@
 """When the Store writes below: at the save or before an eviction, and within a budget."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -36,24 +34,24 @@ LAYOUT = ChunkLayout(fingerprint({"model": "writing"}), 1, 1, (SLOT,))
 DAY = 86_400
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(list(tokens))
 
 
-def save(store: Store, run: list[ChunkKey], owner: int = 0) -> None:
+def save(store, run, owner=0):
     with store.save(run, owner) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:40] = key
         lease.commit()
 
 
-def late(tier: DictTier, slots: int, **more: float) -> tuple[Store, ManualLane]:
+def late(tier, slots, **more):
     """A store that writes to its tier on eviction only."""
     lane = ManualLane()
-    return Store(Pool(slots, SLOT), [TierSpec(tier, lane, on_evict=True)], **more), lane  # type: ignore[arg-type]
+    return Store(Pool(slots, SLOT), [TierSpec(tier, lane, on_evict=True)], **more), lane
 
 
-def budgeted(tier: DictTier, budget: WriteBudget, clock: Clock) -> tuple[Store, ManualLane]:
+def budgeted(tier, budget, clock):
     lane = ManualLane()
     return Store(Pool(8, SLOT), [TierSpec(tier, lane, budget)], clock=clock), lane
 
@@ -96,7 +94,7 @@ def test_what_ram_has_room_for_is_not_written():
 class CountingTier(DictTier):
     writes = 0
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         self.writes += 1
         return super().write(key, data, owner)
 
@@ -143,8 +141,8 @@ def test_a_clean_close_writes_what_is_in_ram_so_that_a_restart_is_warm():
     class Closing(DictTier):
         order: list[ChunkKey]
 
-        def close(self, coldest_first: object = ()) -> None:
-            self.order = list(coldest_first)  # type: ignore[call-overload]
+        def close(self, coldest_first=()):
+            self.order = list(coldest_first)
 
     tier = Closing(8)
     store, _ = late(tier, slots=4)

@@ -1,7 +1,5 @@
 """What one tier holds, by itself: what it tells its observers, and whose chunks count."""
 
-from __future__ import annotations
-
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.order import LRU
 from kvtier.store.observer import Left, Observer, Observers
@@ -12,20 +10,20 @@ PLACE, OWNER, OTHER = 3, 7, 8
 
 
 class Seen(Observer):
-    def __init__(self) -> None:
+    def __init__(self):
         self.events: list[tuple[object, ...]] = []
 
-    def came(self, place: int, key: ChunkKey) -> None:
+    def came(self, place, key):
         self.events.append(("came", place, key))
 
-    def left(self, place: int, key: ChunkKey, how: Left) -> None:
+    def left(self, place, key, how):
         self.events.append(("left", place, key, how))
 
-    def missing(self, key: ChunkKey, how: Left) -> None:
+    def missing(self, key, how):
         self.events.append(("missing", key, how))
 
 
-def index(seen: Seen | None = None, capacity: int = 4) -> TierIndex:
+def index(seen=None, capacity=4):
     return TierIndex(PLACE, capacity, LRU, 0.5, Observers(*[seen] if seen else ()))
 
 

@@ -1,13 +1,10 @@
 """What a Store times, by a clock that stands still: from where to where, and under which tier."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.core.report import BOUNDS
 from kvtier.core.tenant import UNOWNED
@@ -27,22 +24,22 @@ class SlowTier(DictTier):
     clock: Clock
     seconds = 0.5
 
-    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+    def write(self, key, data, owner=UNOWNED):
         self.clock.now += self.seconds
         return super().write(key, data, owner)
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         self.clock.now += self.seconds
         return super().read(key, into)
 
 
 class Bench:
-    def __init__(self, slots: int = 4, capacity: int = 8) -> None:
+    def __init__(self, slots=4, capacity=8):
         self.clock, self.lane, self.tier = Clock(), ManualLane(), SlowTier(capacity)
         self.tier.clock = self.clock
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
 
-    def save(self, keys: Sequence[ChunkKey], seconds: float = 0.0) -> None:
+    def save(self, keys, seconds=0.0):
         with self.store.save(keys) as lease:
             self.clock.now += seconds
             lease.commit()
@@ -54,11 +51,11 @@ def bench():
     return Bench()
 
 
-def keys(*tokens: int) -> list[ChunkKey]:
+def keys(*tokens):
     return LAYOUT.keys(tokens)
 
 
-def only(histogram: Histogram) -> float:
+def only(histogram):
     """The one duration that was counted."""
     assert sum(histogram.counts) == 1, histogram.counts
     return sum(histogram.sums)

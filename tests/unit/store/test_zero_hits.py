@@ -1,7 +1,5 @@
 """A cache that never hits is noticed once, and says why."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvtier.store.observer import Left
@@ -11,7 +9,7 @@ from tests.clock import Clock
 ROOM = room(512, {})
 
 
-def detector(clock: Clock, **more: int) -> ZeroHits:
+def detector(clock, **more):
     return ZeroHits(ROOM, **more, chunks=100, seconds=600.0, clock=clock)
 
 

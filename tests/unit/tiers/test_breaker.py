@@ -1,13 +1,11 @@
 """Breaker: opens after faults in a row, lets one call try, waits longer each time it fails, closes
 at a success."""
 
-from __future__ import annotations
-
 from kvtier.tiers.breaker import Breaker
 from tests.clock import Clock
 
 
-def test_faults_in_a_row_open_it_and_a_success_between_does_not() -> None:
+def test_faults_in_a_row_open_it_and_a_success_between_does_not():
     breaker = Breaker(Clock(), 3, 1.0, 8.0)
     assert [breaker.fault(), breaker.fault()] == [False, False]
     assert not breaker.ok(), "it was closed all the time"
@@ -16,7 +14,7 @@ def test_faults_in_a_row_open_it_and_a_success_between_does_not() -> None:
     assert not breaker.allows()
 
 
-def test_after_the_wait_one_call_tries_and_its_success_closes_it() -> None:
+def test_after_the_wait_one_call_tries_and_its_success_closes_it():
     clock = Clock()
     breaker = Breaker(clock, 1, 1.0, 8.0)
     breaker.fault()
@@ -27,7 +25,7 @@ def test_after_the_wait_one_call_tries_and_its_success_closes_it() -> None:
     assert [breaker.allows(), breaker.allows()] == [True, True]
 
 
-def test_each_failed_trial_doubles_the_wait_up_to_the_longest() -> None:
+def test_each_failed_trial_doubles_the_wait_up_to_the_longest():
     clock = Clock()
     breaker = Breaker(clock, 1, 1.0, 5.0)
     breaker.fault()
@@ -45,7 +43,7 @@ def test_each_failed_trial_doubles_the_wait_up_to_the_longest() -> None:
     assert breaker.ok()
 
 
-def test_a_place_that_comes_and_goes_is_left_alone_longer_each_time_until_it_has_stayed() -> None:
+def test_a_place_that_comes_and_goes_is_left_alone_longer_each_time_until_it_has_stayed():
     clock = Clock()
     breaker = Breaker(clock, 2, 1.0, 5.0)
     waits = []
@@ -65,7 +63,7 @@ def test_a_place_that_comes_and_goes_is_left_alone_longer_each_time_until_it_has
     assert breaker.wait_s == 1.0, "it had stayed"
 
 
-def test_calls_that_began_before_it_opened_do_not_lengthen_the_wait() -> None:
+def test_calls_that_began_before_it_opened_do_not_lengthen_the_wait():
     clock = Clock()
     breaker = Breaker(clock, 1, 1.0, 8.0)
     for _ in range(4):
@@ -75,7 +73,7 @@ def test_calls_that_began_before_it_opened_do_not_lengthen_the_wait() -> None:
     assert breaker.allows()
 
 
-def test_a_trial_that_never_reports_is_given_up() -> None:
+def test_a_trial_that_never_reports_is_given_up():
     clock = Clock()
     breaker = Breaker(clock, 1, 1.0, 8.0)
     breaker.fault()
@@ -87,7 +85,7 @@ def test_a_trial_that_never_reports_is_given_up() -> None:
     assert breaker.allows()
 
 
-def test_a_trial_is_reserved_for_one_call_and_no_other_caller_prepares_one() -> None:
+def test_a_trial_is_reserved_for_one_call_and_no_other_caller_prepares_one():
     clock = Clock()
     breaker = Breaker(clock, 1, 1.0, 8.0)
     assert breaker.reserves()
@@ -100,7 +98,7 @@ def test_a_trial_is_reserved_for_one_call_and_no_other_caller_prepares_one() -> 
     assert [breaker.reserves(), breaker.reserves()] == [True, True]
 
 
-def test_a_trial_that_was_reserved_and_never_begun_is_given_up() -> None:
+def test_a_trial_that_was_reserved_and_never_begun_is_given_up():
     clock = Clock()
     breaker = Breaker(clock, 1, 1.0, 8.0)
     breaker.fault()

@@ -1,12 +1,9 @@
 """The benchmark of spans without engines: prompts, cache sizes, agreement, sums, files, flags."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +21,13 @@ from kvtier.bench.spans.work import Retrieval
 WORDS = range(100, 2000)
 
 
-def work(**more: Any) -> Retrieval:
+def work(**more):
     sizes: dict[str, Any] = {"pool": 6, "documents": 3, "requests": 40, "rounds": 2}
     sizes |= {"anchor_length": 16, "document_length": 32, "question_length": 8, "output_len": 4}
     return Retrieval(WORDS, **(sizes | more))
 
 
-def arguments(*words: str) -> argparse.Namespace:
+def arguments(*words):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(["--model", "m", *words])
@@ -39,7 +36,7 @@ def arguments(*words: str) -> argparse.Namespace:
 # -- workload --------------------------------------------------------------------------------------
 
 
-def test_a_question_has_different_documents_of_one_pool_in_any_order() -> None:
+def test_a_question_has_different_documents_of_one_pool_in_any_order():
     questions = work().questions(0)
     assert len(questions) == 40
     found = [tuple(map(tuple, question.documents)) for question in questions]
@@ -51,7 +48,7 @@ def test_a_question_has_different_documents_of_one_pool_in_any_order() -> None:
     assert len({tuple(question.anchor) for question in questions}) == 1
 
 
-def test_a_seed_gives_the_same_and_rounds_share_nothing() -> None:
+def test_a_seed_gives_the_same_and_rounds_share_nothing():
     assert work().questions(0) == work().questions(0)
     assert work().questions(0) != work(seed=1).questions(0)
     one, other = ({tuple(d) for q in work().questions(n) for d in q.documents} for n in (0, 1))
@@ -59,7 +56,7 @@ def test_a_seed_gives_the_same_and_rounds_share_nothing() -> None:
     assert work().questions(0)[0].anchor != work().questions(1)[0].anchor
 
 
-def test_spans_are_asked_for_where_documents_lie_and_their_homes_are_warmed() -> None:
+def test_spans_are_asked_for_where_documents_lie_and_their_homes_are_warmed():
     asks, homes = work().asks(0, "given", 16), work().homes(0, 32)
     assert all(not ask.params for ask in work().asks(0, "given"))
     assert [ask.prompt for ask in asks] == [ask.prompt for ask in work().asks(0, "given")]
@@ -77,11 +74,11 @@ def test_spans_are_asked_for_where_documents_lie_and_their_homes_are_warmed() ->
 # -- arms ------------------------------------------------------------------------------------------
 
 
-def sizes_of() -> Sizes:
+def sizes_of():
     return Sizes(work(), Geometry(16, 32, 2**16))
 
 
-def test_arms_differ_in_who_keeps_what_and_in_the_order() -> None:
+def test_arms_differ_in_who_keeps_what_and_in_the_order():
     sizes = sizes_of()
     request, asked = sizes.request_blocks, 80 * sizes.request_blocks
     for arm in RUN:
@@ -99,14 +96,14 @@ def test_arms_differ_in_who_keeps_what_and_in_the_order() -> None:
 # -- sums ------------------------------------------------------------------------------------------
 
 
-def told(*tokens: int, **first: float) -> Outcome:
+def told(*tokens, **first):
     """An answer, and probabilities of first tokens."""
     made = outcome(0, 0, 1.0, list(tokens))
     made.first = {token: math.log(share) for token, share in first.items()}
     return made
 
 
-def test_agreement_counts_first_tokens_answers_and_where_they_part() -> None:
+def test_agreement_counts_first_tokens_answers_and_where_they_part():
     ours = {(0, 0): told(1, 2, 3), (0, 1): told(1, 2, 3), (0, 2): told(9, 2, 3), (0, 3): told(1)}
     theirs = {(0, 0): told(1, 2, 3), (0, 1): told(1, 2, 4), (0, 2): told(1, 2, 3)}
     theirs |= {(0, 3): told(1, 2)}
@@ -118,7 +115,7 @@ def test_agreement_counts_first_tokens_answers_and_where_they_part() -> None:
     assert agreement(theirs, theirs).as_json()["first_differing_token_median"] is None
 
 
-def test_the_kl_is_that_of_the_listed_tokens_and_all_others_together() -> None:
+def test_the_kl_is_that_of_the_listed_tokens_and_all_others_together():
     true, other = told(1, a=0.5, b=0.25), told(1, a=0.25, b=0.5)
     expected = 0.5 * math.log(2) - 0.25 * math.log(2)
     assert agreement({(0, 0): other}, {(0, 0): true}).kl == pytest.approx(expected)
@@ -128,13 +125,13 @@ def test_the_kl_is_that_of_the_listed_tokens_and_all_others_together() -> None:
     assert kl_at_least(told(1, a=0.999, b=0.0005).first, told(1, a=0.001, b=0.99).first) > 6
 
 
-def outcome(request: int, number: int, ttft: float, tokens: list[int], cached: int = 0) -> Outcome:
+def outcome(request, number, ttft, tokens, cached=0):
     """An answered request of a prompt of 100 tokens."""
     counts = (True, 100, len(tokens), cached)
     return Outcome(request, number, False, 0.0, ttft, 2 * ttft, *counts, tokens=tokens)
 
 
-def results(reused: list[int], known: dict[tuple[int, int], Known] | None = None) -> Results:
+def results(reused, known=None):
     """Two rounds of one request. ``reused``: what the arm with the stable order answers first."""
     full = [[outcome(0, 0, 1.0, [1, 2])], [outcome(0, 1, 3.0, [3, 4])]]
     stable = [[outcome(0, 0, 0.5, reused, 40)], [outcome(0, 1, 0.7, [8, 9], 80)]]
@@ -146,7 +143,7 @@ def results(reused: list[int], known: dict[tuple[int, int], Known] | None = None
     return Results(ran, orders, known or {})
 
 
-def test_an_arm_is_compared_with_full_prefill_of_its_own_prompts() -> None:
+def test_an_arm_is_compared_with_full_prefill_of_its_own_prompts():
     found = results([1, 7])
     entry = as_json(found, found.runs[1])
     assert entry["as_full_prefill"]["same_answer"] == entry["as_full_prefill"]["compared"] == 2
@@ -160,7 +157,7 @@ def test_an_arm_is_compared_with_full_prefill_of_its_own_prompts() -> None:
     assert not results([1, 2]).exact
 
 
-def test_right_answers_are_counted_by_kind_of_question() -> None:
+def test_right_answers_are_counted_by_kind_of_question():
     """The first is right in both arms. The second is right in none, though both answer alike."""
     known = {(0, 0): Known("inside", 1), (1, 0): Known("order", 7)}
     found = results([1, 7], known)
@@ -172,7 +169,7 @@ def test_right_answers_are_counted_by_kind_of_question() -> None:
     assert as_json(results([1, 7]), results([1, 7]).runs[1])["by_kind"] == {}
 
 
-def test_arms_that_are_approximate_may_answer_otherwise_and_tell_their_warm_up() -> None:
+def test_arms_that_are_approximate_may_answer_otherwise_and_tell_their_warm_up():
     found = results([1, 7])
     homes = [outcome(0, 0, 0.5, [1]), outcome(1, 0, 0.5, [1])]
     asked = [[outcome(0, 0, 0.25, [2, 2], 90)]]
@@ -189,9 +186,7 @@ def test_arms_that_are_approximate_may_answer_otherwise_and_tell_their_warm_up()
 # -- files and flags -------------------------------------------------------------------------------
 
 
-def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(tmp_path, capsys):
     given = arguments("--output-dir", str(tmp_path), "--model", str(tmp_path / "some-model"))
     assert spans.conclude(given, results([1, 7]), spans.own_shape(given)) == 0
     form = json.loads((tmp_path / "spans.json").read_text())
@@ -215,8 +210,6 @@ def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(
         (["--model", "m", "--documents", "5", "--pool", "4"], "expected at most --pool 4"),
     ],
 )
-def test_flags_that_do_not_go_together_are_an_error_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
-) -> None:
+def test_flags_that_do_not_go_together_are_an_error_in_words(tmp_path, capsys, given, said):
     assert spans.main([*given, "--output-dir", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err

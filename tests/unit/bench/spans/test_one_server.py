@@ -1,13 +1,9 @@
 """The user's own prompts in the benchmark of spans: the file, and which salt a request has."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kvtier.bench.requests.client import Client
-from kvtier.bench.spans.arms import ONE_SERVER, Arm
+from kvtier.bench.spans.arms import ONE_SERVER
 from kvtier.bench.spans.one_server import Prompts, read
 from kvtier.bench.spans.work import Question
 from kvtier.core.errors import ConfigError
@@ -16,11 +12,11 @@ QUESTIONS = [Question([1, 2], [[3, 4], [5, 6]], [7]), Question([1, 2], [[5, 6], 
 NOWHERE = Client("http://localhost:1", "m", vllm=True, timeout_s=1)
 
 
-def arm(name: str) -> Arm:
+def arm(name):
     return next(one for one in ONE_SERVER if one.name == name)
 
 
-def test_no_arm_sees_what_another_has_cached() -> None:
+def test_no_arm_sees_what_another_has_cached():
     made = Prompts(QUESTIONS, 4)
     cold, exact = made.asks(arm("none")), made.asks(arm("kvtier"))
     blended = [ask for k in (0, 16, 64) for ask in made.asks(arm(f"spans-k{k}"))]
@@ -37,7 +33,7 @@ def test_no_arm_sees_what_another_has_cached() -> None:
     assert [ask.prompt for ask in cold] == [ask.prompt for ask in exact]
 
 
-def test_parts_in_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_parts_in_token_ids_are_taken_as_they_are(tmp_path):
     file = tmp_path / "prompts"
     file.write_text('{"anchor": [1], "documents": [[2], [3]], "question": [4]}\n\n')
     assert read(file, NOWHERE) == [Question([1], [[2], [3]], [4])]
@@ -55,7 +51,7 @@ def test_parts_in_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
         ('{"anchor": [1], "documents": [[2]], "question": [3], "k": 1}', "unknown field `k`"),
     ],
 )
-def test_other_lines_are_refused_by_their_number(tmp_path: Path, text: str, said: str) -> None:
+def test_other_lines_are_refused_by_their_number(tmp_path, text, said):
     file = tmp_path / "prompts"
     file.write_text(text)
     with pytest.raises(ConfigError, match="--prompts") as refused:

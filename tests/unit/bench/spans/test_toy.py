@@ -1,9 +1,6 @@
 """The toy of the benchmark of spans: its task, its workload, and what is trained."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from kvtier.bench.spans.work import as_ask
 WORD = toy.WORDS.index
 
 
-def documents(count: int = 6) -> list[toy.Document]:
+def documents(count=6):
     draw = random.Random(3)
     return toy.pool(draw, [draw.randint(toy.SHORTEST, 60) for _ in range(count)])
 
@@ -21,7 +18,7 @@ def documents(count: int = 6) -> list[toy.Document]:
 # -- task ------------------------------------------------------------------------------------------
 
 
-def test_every_question_names_what_its_kind_says() -> None:
+def test_every_question_names_what_its_kind_says():
     found = documents()
     told = toy.tell(found)
     words = [toy.WORDS[token] for token in told.tokens]
@@ -45,7 +42,7 @@ def test_every_question_names_what_its_kind_says() -> None:
 # -- workload --------------------------------------------------------------------------------------
 
 
-def test_kinds_take_turns_and_every_answer_is_known() -> None:
+def test_kinds_take_turns_and_every_answer_is_known():
     asked = toy.questions(40, zipf=1.0, seed=0)
     assert [known.kind for _, known in asked] == [*toy.KINDS] * 10
     pool = {tuple(document) for question, _ in asked for document in question.documents}
@@ -62,7 +59,7 @@ def test_kinds_take_turns_and_every_answer_is_known() -> None:
 # -- training --------------------------------------------------------------------------------------
 
 
-def test_what_is_trained_is_the_llama_that_others_read(tmp_path: Path) -> None:
+def test_what_is_trained_is_the_llama_that_others_read(tmp_path):
     """Few steps are enough to see the same numbers in transformers, and a loss that goes down."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -1,11 +1,8 @@
 """The curve of all sizes is exact. Its knee is where a trace has one, and what it says is enough is
 enough for a Store with the production rules."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Iterable
 
 import pytest
 
@@ -15,19 +12,19 @@ from kvtier.bench.traces.simulate import Cache, simulate, unhinted
 from kvtier.core.chunk import ChunkKey
 
 
-def requests(runs: Iterable[Iterable[int]]) -> list[Request]:
+def requests(runs):
     return [
         Request(float(at), tuple(ChunkKey(f"{each:040}".encode()) for each in run))
         for at, run in enumerate(runs)
     ]
 
 
-def rounds(documents: int, times: int, chunks: int = 4) -> list[list[int]]:
+def rounds(documents, times, chunks=4):
     """So many documents, each asked for in turn, so many times."""
     return [[1000 * each + at for at in range(chunks)] for each in range(documents)] * times
 
 
-def conversations(count: int, seed: int) -> list[list[int]]:
+def conversations(count, seed):
     draw, fresh, runs = random.Random(seed), itertools.count(10), list[list[int]]()
     for _ in range(count):
         base = draw.choice(runs[-50:]) if runs and draw.random() < 0.7 else [1, 2]
@@ -37,7 +34,7 @@ def conversations(count: int, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_it_hits_what_a_store_with_lru_of_each_size_hits(seed: int) -> None:
+def test_it_hits_what_a_store_with_lru_of_each_size_hits(seed):
     trace = requests(conversations(400, seed))
     curve = Curve(trace)
     for slots in (1, 2, 7, 30, 100, 101, 500, curve.largest - 1, curve.largest, 10 * curve.unique):
@@ -46,13 +43,13 @@ def test_it_hits_what_a_store_with_lru_of_each_size_hits(seed: int) -> None:
     assert curve.ratio(curve.largest - 1) < curve.ratio(curve.largest) == curve.ratio(10**9)
 
 
-def test_documents_that_come_round_have_their_knee_at_the_room_for_all_of_them() -> None:
+def test_documents_that_come_round_have_their_knee_at_the_room_for_all_of_them():
     curve = Curve(requests(rounds(50, 10)))
     assert (curve.knee(), curve.enough(10**9), curve.largest) == (200, 200, 200)
     assert curve.ratio(199) < curve.ratio(200) == pytest.approx(0.9)
 
 
-def test_a_lower_tier_is_for_what_the_upper_one_leaves() -> None:
+def test_a_lower_tier_is_for_what_the_upper_one_leaves():
     """20 documents come round all the time, and 500 others once an hour."""
     hot, cold = rounds(20, 1), [[9_000_000 + 10 * each] for each in range(500)]
     runs = [run for _ in range(5) for each in range(0, 500, 5) for run in (*hot, *cold[each:][:5])]
@@ -65,7 +62,7 @@ def test_a_lower_tier_is_for_what_the_upper_one_leaves() -> None:
     assert curve.enough(10**9, lower) == 0, "nothing is left to add"
 
 
-def test_what_is_enough_is_enough_for_two_tiers_with_the_production_rules() -> None:
+def test_what_is_enough_is_enough_for_two_tiers_with_the_production_rules():
     trace = requests(conversations(4000, 5))
     curve = Curve(trace)
     ram = curve.enough(curve.knee() // 2)

@@ -1,54 +1,49 @@
 """Each form of recorded requests is told from its file, read as promised, and simulated. What is
 none of them is told with what to do."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier.bench.traces.formats import FORMS, Trace, read
+from kvtier.bench.traces.formats import FORMS, read
 from kvtier.bench.traces.simulate import unique
 from kvtier.cli.main import main
 from kvtier.core.errors import ConfigError
 
 
-def written(folder: Path, name: str, *lines: object) -> str:
+def written(folder, name, *lines):
     """A file with these lines, as JSON unless they are text."""
     path = folder / name
     path.write_text("\n".join(e if isinstance(e, str) else json.dumps(e) for e in lines))
     return str(path)
 
 
-def chat(number: int, ids: Sequence[int], parent: int = -1, length: int | None = None) -> Any:
+def chat(number, ids, parent=-1, length=None):
     """A request as Bailian records it."""
     tokens = 16 * len(ids) if length is None else length
     told = {"timestamp": 0.5 * number, "input_length": tokens, "output_length": 7, "turn": 1}
     return {"chat_id": number, "parent_chat_id": parent, **told, "hash_ids": list(ids)}
 
 
-def agent(name: str, *requests: Any, scope: str = "local") -> Any:
+def agent(name, *requests, scope="local"):
     """A conversation as kv-cache-tester records it."""
     told = {"id": name, "block_size": 64, "hash_id_scope": scope, "requests": list(requests)}
     return told | {"models": ["m"], "tool_tokens": 64, "system_tokens": 64}
 
 
-def turn(at: float, ids: Sequence[int], length: int | None = None) -> Any:
+def turn(at, ids, length=None):
     tokens = 64 * len(ids) if length is None else length
     return {"t": at, "type": "s", "in": tokens, "out": 3, "hash_ids": list(ids), "stop": ""}
 
 
-def shared(trace: Trace, first: int, second: int) -> int:
+def shared(trace, first, second):
     """How many leading chunks two requests have in common."""
     runs = trace.requests[first].run, trace.requests[second].run
     return next((at for at, (a, b) in enumerate(zip(*runs, strict=False)) if a != b), len(runs[0]))
 
 
-def test_mooncakes_lines_are_read_and_more_fields_are_allowed(tmp_path: Path) -> None:
+def test_mooncakes_lines_are_read_and_more_fields_are_allowed(tmp_path):
     line = {"timestamp": 2000, "input_length": 1100, "output_length": 1, "hash_ids": [7, 8, 9]}
     path = written(tmp_path, "trace.jsonl", line | {"session": "a", "over": True, "colour": "red"})
     trace = read(path)
@@ -58,9 +53,7 @@ def test_mooncakes_lines_are_read_and_more_fields_are_allowed(tmp_path: Path) ->
     assert len(read(path, partial=True).requests[0].run) == 3
 
 
-def test_bailians_chats_are_sessions_and_their_ids_stand_for_their_own_tokens(
-    tmp_path: Path,
-) -> None:
+def test_bailians_chats_are_sessions_and_their_ids_stand_for_their_own_tokens(tmp_path):
     chats = [chat(1, [5, 6, 7]), chat(2, [5, 6, 7, 8], parent=1), chat(3, [9, 6, 7])]
     chats.append(chat(4, [5, 6, 7, 8, 9], parent=2, length=79))
     path = written(tmp_path, "qwen.jsonl", *chats)
@@ -76,7 +69,7 @@ def test_bailians_chats_are_sessions_and_their_ids_stand_for_their_own_tokens(
     assert len(read(path, partial=True).requests[3].run) == 5
 
 
-def test_a_folder_of_conversations_is_one_trace_by_time(tmp_path: Path) -> None:
+def test_a_folder_of_conversations_is_one_trace_by_time(tmp_path):
     aside = {"t": 3, "type": "subagent", "agent_id": "x", "requests": [turn(3.5, [1, 2, 3])]}
     written(tmp_path, "a.json", agent("a", turn(0, [1, 2]), aside, turn(9, [1, 2, 3], 150)))
     written(tmp_path, "b.json", agent("b", turn(4, [1, 2])))
@@ -90,7 +83,7 @@ def test_a_folder_of_conversations_is_one_trace_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [True, False])
-def test_conversations_with_global_ids_share_chunks(tmp_path: Path, lines: bool) -> None:
+def test_conversations_with_global_ids_share_chunks(tmp_path, lines):
     whole = agent("a", turn(0, [1, 2]), scope="global")
     other = agent("b", turn(1, [1, 2, 3]), scope="global")
     if lines:
@@ -109,9 +102,7 @@ def test_conversations_with_global_ids_share_chunks(tmp_path: Path, lines: bool)
         ("version,time,op,size,lbn", "1,1,2a,512,4a", "1,2,2a,512,5", "1,3,28,512,4a"),
     ],
 )
-def test_libcachesims_csv_is_read_by_its_header_or_by_place(
-    tmp_path: Path, lines: tuple[str, ...]
-) -> None:
+def test_libcachesims_csv_is_read_by_its_header_or_by_place(tmp_path, lines):
     trace = read(written(tmp_path, "trace.csv", *lines))
     assert (trace.form, trace.block_tokens) == ("libcachesim-csv", 0)
     runs = [request.run for request in trace.requests]
@@ -119,7 +110,7 @@ def test_libcachesims_csv_is_read_by_its_header_or_by_place(
     assert runs[0] == runs[2] != runs[1] and len(runs[0]) == 1
 
 
-def test_oracle_general_is_read(tmp_path: Path) -> None:
+def test_oracle_general_is_read(tmp_path):
     path = tmp_path / "trace.bin"
     rows = [(1, 9, 10, 2), (1, 2**63, 5, -1), (4, 9, 10, -1)]
     path.write_bytes(b"".join(struct.pack("<IQIq", *row) for row in rows))
@@ -147,9 +138,7 @@ def test_oracle_general_is_read(tmp_path: Path) -> None:
         (b'{"requests": 1' + b"0" * 5000 + b"}", "read as kv-cache-tester: Exceeds the limit"),
     ],
 )
-def test_what_is_no_trace_is_told_and_what_to_do(
-    tmp_path: Path, content: bytes, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_trace_is_told_and_what_to_do(tmp_path, content, says, capsys):
     path = tmp_path / "bad"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=says):
@@ -158,7 +147,7 @@ def test_what_is_no_trace_is_told_and_what_to_do(
     assert str(path) in capsys.readouterr().err
 
 
-def test_the_form_can_be_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_form_can_be_forced(tmp_path, capsys):
     path = written(tmp_path, "t", chat(1, [1, 2]), chat(2, [1, 2]))
     assert main(["simulate", path, "--ram", "4", "--policy", "lru", "--json"]) == 0
     (case,) = json.loads(capsys.readouterr().out)

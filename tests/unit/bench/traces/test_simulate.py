@@ -1,18 +1,14 @@
 """The simulator says what the real Store does, and the words of its trace and its command are read
 as promised."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from kvtier.bench.traces.belady import belady
 from kvtier.bench.traces.commands.simulate import chunks_of
-from kvtier.bench.traces.mooncake import Request, read
+from kvtier.bench.traces.mooncake import read
 from kvtier.bench.traces.simulate import FIXED, Cache, oracle, simulate, unhinted, unique
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
@@ -30,13 +26,13 @@ from tests.clock import Clock
 SLOT = 4096
 
 
-def line(ids: Sequence[int], at: int = 0, **more: object) -> str:
+def line(ids, at=0, **more):
     return json.dumps(
         {"timestamp": at, "input_length": 512 * len(ids), "hash_ids": list(ids), **more}
     )
 
 
-def chats(requests: int, seed: int = 1) -> list[Request]:
+def chats(requests, seed=1):
     """Conversations of some turns behind one system prompt, and prompts that come once."""
     draw, going, fresh, lines = random.Random(seed), list[list[int]](), 10, list[str]()
     for number in range(requests):
@@ -56,9 +52,7 @@ def chats(requests: int, seed: int = 1) -> list[Request]:
     ("nvme", "on_evict", "redis"),
     [(0, False, 0), (120, False, 0), (120, True, 0), (120, True, 400), (120, False, 400)],
 )
-def test_a_real_store_hits_and_writes_the_same(
-    policy: str, hints: bool, nvme: int, on_evict: bool, redis: int
-) -> None:
+def test_a_real_store_hits_and_writes_the_same(policy, hints, nvme, on_evict, redis):
     requests = chats(500)
     trace = unhinted(requests)
     if hints:  # the end of many sessions, and some prompts that are kept for a time
@@ -106,7 +100,7 @@ def test_a_real_store_hits_and_writes_the_same(
     store.close()
 
 
-def test_the_optimum_is_above_all_policies() -> None:
+def test_the_optimum_is_above_all_policies():
     requests = chats(700)
     best = belady(requests, 100)
     for policy in ("lru", "auto"):
@@ -116,7 +110,7 @@ def test_the_optimum_is_above_all_policies() -> None:
     assert belady(requests, unique(requests)).hits == everything.hits
 
 
-def test_the_oracle_says_it_once_after_the_last_request_of_each_session() -> None:
+def test_the_oracle_says_it_once_after_the_last_request_of_each_session():
     requests = list(
         read(
             [
@@ -134,7 +128,7 @@ def test_the_oracle_says_it_once_after_the_last_request_of_each_session() -> Non
     assert wrong == [True] * 5
 
 
-def test_recorded_sessions_and_ends_are_read() -> None:
+def test_recorded_sessions_and_ends_are_read():
     requests = list(
         read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"])
     )
@@ -145,9 +139,7 @@ def test_recorded_sessions_and_ends_are_read() -> None:
 
 
 @pytest.mark.parametrize(("keep_s", "hits"), [(60, 2), (5, 0), (0, 0), (-1, 0), ("soon", 0)])
-def test_what_is_kept_for_a_time_is_kept_in_the_time_of_the_trace(
-    keep_s: object, hits: int
-) -> None:
+def test_what_is_kept_for_a_time_is_kept_in_the_time_of_the_trace(keep_s, hits):
     lines = [line([1, 2]), line([], about=[1, 2], keep_s=keep_s)]
     lines += [line([10 + number], 1000 * number) for number in range(1, 12)]
     requests = list(read([*lines, line([1, 2], 12_000)]))
@@ -156,7 +148,7 @@ def test_what_is_kept_for_a_time_is_kept_in_the_time_of_the_trace(
         assert simulate(unhinted(requests), Cache(5, policy=policy)).hits == 0
 
 
-def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:
+def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for():
     lines = [json.dumps({"input_length": 700, "hash_ids": [1, 2]})]
     assert [len(request.run) for request in read(lines)] == [1]
     assert [len(request.run) for request in read(lines, partial=True)] == [2]
@@ -165,12 +157,12 @@ def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for() -> None:
 @pytest.mark.parametrize(
     "bad", ["{", "[]", "null", '{"hash_ids": ["a"]}', '{"hash_ids": [1], "timestamp": "now"}']
 )
-def test_what_is_no_trace_is_told_with_its_line(bad: str) -> None:
+def test_what_is_no_trace_is_told_with_its_line(bad):
     with pytest.raises(ConfigError, match="line 2: no request of a Mooncake trace"):
         list(read([line([1]), bad]))
 
 
-def trace_file(folder: Path, requests: int = 300) -> str:
+def trace_file(folder, requests=300):
     path, ids = folder / "trace.jsonl", dict[ChunkKey, int]()
     lines = [
         line([ids.setdefault(key, len(ids)) for key in request.run]) for request in chats(requests)
@@ -179,9 +171,7 @@ def trace_file(folder: Path, requests: int = 300) -> str:
     return str(path)
 
 
-def test_the_command_prints_a_row_for_each_size_and_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_row_for_each_size_and_policy(tmp_path, capsys):
     words = ["--ram", "5%", "40", "--policy", "lru", "auto", "belady"]
     assert main(["simulate", trace_file(tmp_path), *words]) == 0
     out = capsys.readouterr().out.splitlines()
@@ -192,7 +182,7 @@ def test_the_command_prints_a_row_for_each_size_and_policy(
     assert out[7].startswith("belady (RAM alone)"), "a picture has the room of all tiers instead"
 
 
-def model_file(folder: Path, layers: int = 2) -> str:
+def model_file(folder, layers=2):
     """A small model's configuration."""
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -201,7 +191,7 @@ def model_file(folder: Path, layers: int = 2) -> str:
     return str(path)
 
 
-def long_prompts_twice(folder: Path) -> str:
+def long_prompts_twice(folder):
     """A prompt of 4 chunks, one of 8 with the same beginning, and the first one again."""
     lines = [line(range(4)), line(range(8)), line(range(4))]
     path = folder / "trace.jsonl"
@@ -209,14 +199,12 @@ def long_prompts_twice(folder: Path) -> str:
     return str(path)
 
 
-def test_a_late_chunk_saves_more_compute_than_an_early_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_late_chunk_saves_more_compute_than_an_early_one(tmp_path, capsys):
     words = ["--ram", "100%", "--policy", "lru", "belady", "--json"]
     assert main(["simulate", long_prompts_twice(tmp_path), *words]) == 0
     lru, belady = json.loads(capsys.readouterr().out)
 
-    def compute(chunks: int) -> float:
+    def compute(chunks):
         return sum(1 + (512 * chunk + 256) / 30_500 for chunk in range(chunks))
 
     assert lru["compute"] == belady["compute"] == pytest.approx(compute(8) + 2 * compute(4))
@@ -225,9 +213,7 @@ def test_a_late_chunk_saves_more_compute_than_an_early_one(
     assert lru["saved_s"] is None
 
 
-def test_saved_compute_is_the_models_and_in_seconds_where_its_speed_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_compute_is_the_models_and_in_seconds_where_its_speed_is_known(tmp_path, capsys):
     flags = ["--ram", "100%", "--policy", "lru", "--model", model_file(tmp_path)]
     trace = long_prompts_twice(tmp_path)
     assert main(["simulate", trace, *flags, "--prefill", "1000", "--json"]) == 0
@@ -240,9 +226,7 @@ def test_saved_compute_is_the_models_and_in_seconds_where_its_speed_is_known(
     assert f"(of --model {tmp_path / 'config.json'})" in out
 
 
-def test_beside_auto_stand_the_best_fixed_setting_and_what_auto_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_beside_auto_stand_the_best_fixed_setting_and_what_auto_lacks(tmp_path, capsys):
     """From the rows where they are asked for, and from the shadows where they are not."""
     path = tmp_path / "trace.jsonl"
     places = [n // 3 % 6 if n % 3 == 0 else 1000 + n for n in range(1500)]
@@ -261,9 +245,7 @@ def test_beside_auto_stand_the_best_fixed_setting_and_what_auto_lacks(
     assert f"best fixed {best} (by its shadow), regret " in capsys.readouterr().out
 
 
-def test_each_setting_of_auto_is_a_policy_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_setting_of_auto_is_a_policy_of_its_own(tmp_path, capsys):
     names = [setting.name for setting in Shadows.settings]
     words = ["--ram", "80", "--json", "--policy", *names, "auto"]
     assert main(["simulate", trace_file(tmp_path), *words]) == 0
@@ -273,7 +255,7 @@ def test_each_setting_of_auto_is_a_policy_of_its_own(
         assert case["ram"] == auto["shadows"][f"policy_hits_{case['policy']}"]
 
 
-def test_the_picture_has_each_policy_and_the_optimum(tmp_path: Path) -> None:
+def test_the_picture_has_each_policy_and_the_optimum(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "hits.svg"
     words = ["--ram", "5%", "20%", "--nvme", "30%", "--plot", str(path)]
@@ -287,16 +269,12 @@ def test_the_picture_has_each_policy_and_the_optimum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])
-def test_what_is_no_size_is_told(
-    size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_size_is_told(size, tmp_path, capsys):
     assert main(["simulate", trace_file(tmp_path, 3), f"--ram={size}"]) == 2
     assert "is not a size" in capsys.readouterr().err
 
 
-def test_a_size_in_bytes_needs_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_size_in_bytes_needs_the_model(tmp_path, capsys):
     trace = trace_file(tmp_path, 3)
     assert main(["simulate", trace, "--ram", "64MiB"]) == 2
     assert "with --model bytes" in capsys.readouterr().err

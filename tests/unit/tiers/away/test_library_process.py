@@ -1,17 +1,13 @@
 """A library that lies to nobody but hangs, crashes, floods or is not there: what happens in its
 process happens to no caller, and the next call starts another one."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,14 +97,7 @@ time.sleep(600)
 
 
 @contextmanager
-def process(
-    folder: Path,
-    *,
-    setup: str = "well",
-    source: str = LIBRARY,
-    limit_s: float = 20.0,
-    begin_s: float = 20.0,
-) -> Iterator[LibraryProcess]:
+def process(folder, *, setup="well", source=LIBRARY, limit_s=20.0, begin_s=20.0):
     (file := folder / "library.py").write_text(source)
     library = Library("the trial", str(file), sys.executable, lambda: setup, begin_s, 192 << 20)
     made = LibraryProcess(library, ROOM, 2, limit_s, {**os.environ, "SECRET": SECRET})
@@ -116,12 +105,12 @@ def process(
     made.close()
 
 
-def asked(library: LibraryProcess, *what: object) -> Any:
+def asked(library, *what):
     with library.seat() as (ask, _):
         return ask(*what)
 
 
-def test_a_chunk_crosses_by_memory_and_calls_beside_it_have_their_own(tmp_path: Path) -> None:
+def test_a_chunk_crosses_by_memory_and_calls_beside_it_have_their_own(tmp_path):
     with (
         process(tmp_path) as library,
         library.seat() as (ask, memory),
@@ -136,8 +125,8 @@ def test_a_chunk_crosses_by_memory_and_calls_beside_it_have_their_own(tmp_path: 
     ("end", "limit_s"), [("crashes", 20.0), ("floods", 20.0), ("hangs", 2.0), ("halves", 2.0)]
 )
 def test_a_call_that_ends_or_holds_the_process_is_a_fault_and_the_next_one_is_well(
-    tmp_path: Path, end: str, limit_s: float
-) -> None:
+    tmp_path, end, limit_s
+):
     """It may stop in the middle of its answer, or answer without end."""
     with process(tmp_path, limit_s=limit_s) as library:
         first = asked(library, "pid")
@@ -147,9 +136,7 @@ def test_a_call_that_ends_or_holds_the_process_is_a_fault_and_the_next_one_is_we
         assert asked(library, "pid") != first
 
 
-def test_a_process_that_takes_no_question_is_a_fault_and_the_next_one_is_well(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_takes_no_question_is_a_fault_and_the_next_one_is_well(tmp_path):
     with process(tmp_path, limit_s=2.0) as library:
         first = asked(library, "pid")
         os.kill(first, signal.SIGSTOP)
@@ -158,8 +145,8 @@ def test_a_process_that_takes_no_question_is_a_fault_and_the_next_one_is_well(
         assert asked(library, "pid") != first
 
 
-def test_the_answer_to_a_call_that_was_broken_off_is_nobodys(tmp_path: Path) -> None:
-    def break_off(*_: object) -> None:
+def test_the_answer_to_a_call_that_was_broken_off_is_nobodys(tmp_path):
+    def break_off(*_):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, break_off)
@@ -173,7 +160,7 @@ def test_the_answer_to_a_call_that_was_broken_off_is_nobodys(tmp_path: Path) -> 
         signal.signal(signal.SIGALRM, before)
 
 
-def test_who_finds_all_calls_taken_waits_for_a_bounded_time(tmp_path: Path) -> None:
+def test_who_finds_all_calls_taken_waits_for_a_bounded_time(tmp_path):
     with (
         process(tmp_path, limit_s=0.2) as library,
         library.seat(),
@@ -183,7 +170,7 @@ def test_who_finds_all_calls_taken_waits_for_a_bounded_time(tmp_path: Path) -> N
         asked(library, "pid")
 
 
-def test_it_ends_with_a_caller_that_is_killed_though_a_fork_of_it_lives(tmp_path: Path) -> None:
+def test_it_ends_with_a_caller_that_is_killed_though_a_fork_of_it_lives(tmp_path):
     """The fork holds the ends of all sockets open."""
     (file := tmp_path / "library.py").write_text(LIBRARY)
     words = [sys.executable, "-c", CALLER, str(file)]
@@ -199,21 +186,19 @@ def test_it_ends_with_a_caller_that_is_killed_though_a_fork_of_it_lives(tmp_path
             os.kill(fork, signal.SIGKILL)
 
 
-def test_a_crash_leaves_no_copy_of_chunks_on_the_disk(tmp_path: Path) -> None:
+def test_a_crash_leaves_no_copy_of_chunks_on_the_disk(tmp_path):
     with process(tmp_path) as library:
         assert asked(library, "core") == [0, 0]
 
 
-def test_more_memory_than_its_limit_is_not_there(tmp_path: Path) -> None:
+def test_more_memory_than_its_limit_is_not_there(tmp_path):
     with process(tmp_path) as library:
         assert asked(library, "takes", 64 << 20) == 64 << 20
         with pytest.raises(LibraryError, match="MemoryError"):
             asked(library, "takes", 256 << 20)
 
 
-def test_of_an_error_however_long_only_the_beginning_is_told_and_never_in_a_message(
-    tmp_path: Path,
-) -> None:
+def test_of_an_error_however_long_only_the_beginning_is_told_and_never_in_a_message(tmp_path):
     with process(tmp_path) as library:
         with pytest.raises(LibraryError, match=r"library fails \(ValueError\)$") as raised:
             asked(library, "raises")
@@ -221,7 +206,7 @@ def test_of_an_error_however_long_only_the_beginning_is_told_and_never_in_a_mess
         assert asked(library, "pid"), "an error ends nothing"
 
 
-def test_secrets_go_in_the_environment_and_not_on_the_command_line(tmp_path: Path) -> None:
+def test_secrets_go_in_the_environment_and_not_on_the_command_line(tmp_path):
     with process(tmp_path) as library:
         secret, words = asked(library, "secret")
         assert secret == SECRET and SECRET not in words
@@ -234,9 +219,7 @@ def test_secrets_go_in_the_environment_and_not_on_the_command_line(tmp_path: Pat
         ("well", "import no_such_library", "library is not complete here .*no_such_library"),
     ],
 )
-def test_a_library_that_does_not_start_says_why(
-    tmp_path: Path, setup: str, source: str, words: str
-) -> None:
+def test_a_library_that_does_not_start_says_why(tmp_path, setup, source, words):
     with (
         process(tmp_path, setup=setup, source=source) as library,
         pytest.raises(HopelessError, match=words),
@@ -244,7 +227,7 @@ def test_a_library_that_does_not_start_says_why(
         asked(library, "pid")
 
 
-def test_a_library_that_begins_without_end_is_given_up(tmp_path: Path) -> None:
+def test_a_library_that_begins_without_end_is_given_up(tmp_path):
     with (
         process(tmp_path, setup="hangs", begin_s=1.0) as library,
         pytest.raises(LibraryError, match="no answer in 1 s"),
@@ -252,7 +235,7 @@ def test_a_library_that_begins_without_end_is_given_up(tmp_path: Path) -> None:
         asked(library, "pid")
 
 
-def test_nothing_is_asked_after_its_end_and_no_process_is_left(tmp_path: Path) -> None:
+def test_nothing_is_asked_after_its_end_and_no_process_is_left(tmp_path):
     with process(tmp_path) as library:
         pid = asked(library, "pid")
     assert not Path(f"/proc/{pid}").exists()

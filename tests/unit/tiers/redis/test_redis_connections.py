@@ -1,10 +1,7 @@
 """Connections that are kept for the next call: an answer that nobody asked for is nobody's."""
 
-from __future__ import annotations
-
 import select
 import socket
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -18,21 +15,21 @@ ASKED = [("EXISTS", b"a")]
 
 
 @pytest.fixture
-def listener() -> Iterator[socket.socket]:
+def listener():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(DEADLINE_S)
         yield listener
 
 
 @pytest.fixture
-def pool(listener: socket.socket) -> Iterator[ConnectionPool]:
+def pool(listener):
     address = listener.getsockname()
     factory = ConnectionFactory(parse(f"redis://127.0.0.1:{address[1]}"), Login(), 0, DEADLINE_S)
     with closing(ConnectionPool(factory, address, 2)) as pool:
         yield pool
 
 
-def _one_call(pool: ConnectionPool, listener: socket.socket) -> socket.socket:
+def _one_call(pool, listener):
     """The server's end of a connection that is kept after one call."""
     with pool.wire() as wire:
         theirs, _ = listener.accept()
@@ -42,9 +39,7 @@ def _one_call(pool: ConnectionPool, listener: socket.socket) -> socket.socket:
 
 
 @pytest.mark.parametrize("late", [b":1\r\n", b"x", b""], ids=["one reply", "one byte", "an end"])
-def test_a_reply_too_many_is_not_taken_for_the_next_calls(
-    pool: ConnectionPool, listener: socket.socket, late: bytes
-) -> None:
+def test_a_reply_too_many_is_not_taken_for_the_next_calls(pool, listener, late):
     """A server that answers twice, late: the next call asks on another connection."""
     theirs = _one_call(pool, listener)
     (kept,) = pool._idle
@@ -60,7 +55,7 @@ def test_a_reply_too_many_is_not_taken_for_the_next_calls(
         each.close()
 
 
-def test_a_quiet_connection_is_used_again(pool: ConnectionPool, listener: socket.socket) -> None:
+def test_a_quiet_connection_is_used_again(pool, listener):
     with closing(_one_call(pool, listener)) as theirs:
         (kept,) = pool._idle
         theirs.settimeout(DEADLINE_S)
@@ -72,9 +67,7 @@ def test_a_quiet_connection_is_used_again(pool: ConnectionPool, listener: socket
         assert pool._idle == [kept]
 
 
-def test_a_connection_that_failed_is_not_kept(
-    pool: ConnectionPool, listener: socket.socket
-) -> None:
+def test_a_connection_that_failed_is_not_kept(pool, listener):
     with pytest.raises(FAULTS), pool.wire() as wire:
         theirs, _ = listener.accept()
         theirs.sendall(b"what?\r\n")
@@ -83,9 +76,7 @@ def test_a_connection_that_failed_is_not_kept(
     assert not pool._idle
 
 
-def test_no_more_connections_than_were_asked_for(
-    pool: ConnectionPool, listener: socket.socket
-) -> None:
+def test_no_more_connections_than_were_asked_for(pool, listener):
     pool._factory.timeout_s = 0.05
     with pool.wire(), pool.wire(), pytest.raises(TimeoutError, match="in use"), pool.wire():
         pass
@@ -93,19 +84,19 @@ def test_no_more_connections_than_were_asked_for(
         pass
 
 
-def test_after_the_end_nothing_is_kept(pool: ConnectionPool, listener: socket.socket) -> None:
+def test_after_the_end_nothing_is_kept(pool, listener):
     with pool.wire():
         pool.close()
     assert not pool._idle
 
 
-def test_a_database_that_is_refused_is_a_fault(listener: socket.socket) -> None:
+def test_a_database_that_is_refused_is_a_fault(listener):
     address = listener.getsockname()
     url = parse(f"redis://127.0.0.1:{address[1]}/9")
     factory = ConnectionFactory(url, Login(), 9, DEADLINE_S)
     import threading
 
-    def refuse() -> None:
+    def refuse():
         with listener.accept()[0] as theirs:
             assert b"SELECT" in theirs.recv(100)
             theirs.sendall(b"-ERR DB index is out of range\r\n")

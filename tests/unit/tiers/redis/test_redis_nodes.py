@@ -4,12 +4,8 @@ fail for themselves.
 The servers answer what the test says, on real sockets: what a real cluster does is in
     tests/integration."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
 
 import pytest
 
@@ -38,20 +34,20 @@ HIGH = [key for key in KEYS if key not in LOW]
 
 
 @contextmanager
-def silent() -> Iterator[int]:
+def silent():
     """The port of a server that takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack():
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
-def two(stack: ExitStack) -> tuple[dict[bytes, Answer], dict[bytes, Answer], list[int]]:
+def two(stack):
     """What each of a cluster's two nodes answers, and their ports."""
     first: dict[bytes, Answer] = {}
     second: dict[bytes, Answer] = {}
@@ -60,9 +56,7 @@ def two(stack: ExitStack) -> tuple[dict[bytes, Answer], dict[bytes, Answer], lis
     return first, second, ports
 
 
-def opened(
-    stack: ExitStack, kind: str, *ports: int, clock: Clock | None = None, patient: bool = True
-) -> RedisTier:
+def opened(stack, kind, *ports, clock=None, patient=True):
     seeds = ",".join(f"127.0.0.1:{port}" for port in ports)
     clock = clock or Clock()
     servers = RedisServers(
@@ -73,16 +67,14 @@ def opened(
     return stack.enter_context(closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=clock)))
 
 
-def test_both_halves_have_chunks() -> None:
+def test_both_halves_have_chunks():
     assert len(LOW) > 1 and len(HIGH) > 1
 
 
 # ---- seeds ---------------------------------------------------------------------------------------
 
 
-def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on(
-    stack: ExitStack, two: Any
-) -> None:
+def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on(stack, two):
     _, _, ports = two
     hanging = stack.enter_context(silent())
     tier = opened(stack, "cluster", free_port(), hanging, ports[0], patient=False)
@@ -92,7 +84,7 @@ def test_seeds_that_are_down_or_hang_are_passed_over_and_asked_last_from_then_on
     }
 
 
-def test_a_seed_that_hangs_delays_the_first_call_only() -> None:
+def test_a_seed_that_hangs_delays_the_first_call_only():
     with silent() as hanging, scripted({b"CLUSTER": cluster_slots(7000)}) as well:
         url = parse(f"redis+cluster://127.0.0.1:{hanging},127.0.0.1:{well}")
         nodes = ClusterNodes(url, ConnectionFactory(url, url.login, 0, SHORT_S))
@@ -103,15 +95,13 @@ def test_a_seed_that_hangs_delays_the_first_call_only() -> None:
         assert nodes._candidates[-1] == ("127.0.0.1", hanging)
 
 
-def test_no_seed_at_all_is_a_fault(stack: ExitStack) -> None:
+def test_no_seed_at_all_is_a_fault(stack):
     tier = opened(stack, "cluster", free_port(), free_port())
     assert tier.find(KEYS) == 0
     assert tier.counts["failed_finds"] > 0
 
 
-def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(
-    stack: ExitStack, two: Any
-) -> None:
+def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(stack, two):
     first, second, ports = two
     tier = opened(stack, "cluster", *ports)
     first[b"EXISTS"] = second[b"EXISTS"] = HELD
@@ -121,7 +111,7 @@ def test_what_was_known_stays_in_use_while_nobody_says_where_the_nodes_are(
     assert tier.find(KEYS) == len(KEYS)
 
 
-def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack: ExitStack) -> None:
+def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack):
     node = stack.enter_context(scripted({b"INFO": bulk("maxmemory:100\r\ncluster_enabled:1\r\n")}))
     url = f"redis://127.0.0.1:{node}"
     with pytest.raises(TierError, match=r"write redis\+cluster://"):
@@ -133,10 +123,10 @@ def test_one_node_of_a_cluster_is_not_taken_for_a_server(stack: ExitStack) -> No
 # ---- many nodes ----------------------------------------------------------------------------------
 
 
-def test_a_cluster_of_many_slow_nodes_does_not_hold_up_a_start(stack: ExitStack) -> None:
+def test_a_cluster_of_many_slow_nodes_does_not_hold_up_a_start(stack):
     clock = Clock()
 
-    def delay() -> None:
+    def delay():
         clock.now += 0.8
 
     url, asked = stack.enter_context(slow_cluster(60, delay))
@@ -151,12 +141,10 @@ def test_a_cluster_of_many_slow_nodes_does_not_hold_up_a_start(stack: ExitStack)
     assert clock.now - begun < 45
 
 
-def test_without_a_size_a_cluster_that_is_too_slow_has_no_room_and_says_what_to_give(
-    stack: ExitStack,
-) -> None:
+def test_without_a_size_a_cluster_that_is_too_slow_has_no_room_and_says_what_to_give(stack):
     clock = Clock()
 
-    def delay() -> None:
+    def delay():
         clock.now += 3
 
     url, _ = stack.enter_context(slow_cluster(8, delay))
@@ -171,7 +159,7 @@ def test_without_a_size_a_cluster_that_is_too_slow_has_no_room_and_says_what_to_
 # ---- slots that move -----------------------------------------------------------------------------
 
 
-def test_a_slot_that_moved_is_followed_in_the_same_call(stack: ExitStack, two: Any) -> None:
+def test_a_slot_that_moved_is_followed_in_the_same_call(stack, two):
     first, second, ports = two
     tier = opened(stack, "cluster", *ports)
     second[b"EXISTS"] = HELD
@@ -186,7 +174,7 @@ def test_a_slot_that_moved_is_followed_in_the_same_call(stack: ExitStack, two: A
     )
 
 
-def test_nobody_is_followed_to_a_server_that_is_not_on_the_map(stack: ExitStack, two: Any) -> None:
+def test_nobody_is_followed_to_a_server_that_is_not_on_the_map(stack, two):
     """One node's word is not enough: the login would go wherever it says."""
     first, _, ports = two
     asked: list[socket.socket] = []
@@ -197,7 +185,7 @@ def test_nobody_is_followed_to_a_server_that_is_not_on_the_map(stack: ExitStack,
     assert not asked
 
 
-def test_a_new_node_is_found_by_the_map_drawn_anew(stack: ExitStack, two: Any) -> None:
+def test_a_new_node_is_found_by_the_map_drawn_anew(stack, two):
     first, second, ports = two
     new = stack.enter_context(scripted({b"EXISTS": HELD}))
     tier = opened(stack, "cluster", *ports)
@@ -208,9 +196,7 @@ def test_a_new_node_is_found_by_the_map_drawn_anew(stack: ExitStack, two: Any) -
 
 
 @pytest.mark.parametrize("word", ["ASK", "TRYAGAIN"])
-def test_names_that_move_just_now_are_away_and_the_node_is_well(
-    stack: ExitStack, two: Any, word: str
-) -> None:
+def test_names_that_move_just_now_are_away_and_the_node_is_well(stack, two, word):
     first, _, ports = two
     tier = opened(stack, "cluster", *ports)
     first[b"GET"] = first[b"EXISTS"] = b"-%s 1 127.0.0.1:%d\r\n" % (word.encode(), ports[1])
@@ -223,9 +209,7 @@ def test_names_that_move_just_now_are_away_and_the_node_is_well(
 # ---- nodes fail for themselves -------------------------------------------------------------------
 
 
-def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(
-    stack: ExitStack, two: Any
-) -> None:
+def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(stack, two):
     first, second, ports = two
     clock = Clock()
     tier = opened(stack, "cluster", *ports, clock=clock)
@@ -243,9 +227,7 @@ def test_a_node_that_is_away_is_left_alone_and_the_others_are_not(
     assert tier.may_read(HIGH[0])
 
 
-def test_a_node_that_is_full_is_sent_no_writes_and_the_others_are(
-    stack: ExitStack, two: Any
-) -> None:
+def test_a_node_that_is_full_is_sent_no_writes_and_the_others_are(stack, two):
     first, _, ports = two
     clock = Clock()
     tier = opened(stack, "cluster", *ports, clock=clock)
@@ -258,7 +240,7 @@ def test_a_node_that_is_full_is_sent_no_writes_and_the_others_are(
     assert tier.write(LOW[0], chunk(LOW[0]))
 
 
-def test_nodes_that_left_the_cluster_are_forgotten(stack: ExitStack, two: Any) -> None:
+def test_nodes_that_left_the_cluster_are_forgotten(stack, two):
     first, second, ports = two
     clock = Clock()
     tier = opened(stack, "cluster", *ports, clock=clock)
@@ -278,7 +260,7 @@ def test_nodes_that_left_the_cluster_are_forgotten(stack: ExitStack, two: Any) -
 # ---- Sentinel ------------------------------------------------------------------------------------
 
 
-def test_sentinel_is_asked_again_when_the_primary_fails(stack: ExitStack) -> None:
+def test_sentinel_is_asked_again_when_the_primary_fails(stack):
     old = stack.enter_context(scripted({b"EXISTS": b"-LOADING the dataset\r\n"}))
     new = stack.enter_context(scripted({b"EXISTS": HELD}))
     answers: dict[bytes, Answer] = {b"SENTINEL": primary(old)}
@@ -291,7 +273,7 @@ def test_sentinel_is_asked_again_when_the_primary_fails(stack: ExitStack) -> Non
     assert tier.find(KEYS[:1]) == 1
 
 
-def test_a_primary_that_became_a_replica_is_not_written_to_for_ever(stack: ExitStack) -> None:
+def test_a_primary_that_became_a_replica_is_not_written_to_for_ever(stack):
     old = stack.enter_context(
         scripted({b"SET": b"-READONLY You can't write against a read only replica.\r\n"})
     )
@@ -306,7 +288,7 @@ def test_a_primary_that_became_a_replica_is_not_written_to_for_ever(stack: ExitS
     assert tier.write(KEYS[0], chunk(KEYS[0]))
 
 
-def test_a_primary_that_is_well_is_used_while_no_sentinel_answers(stack: ExitStack) -> None:
+def test_a_primary_that_is_well_is_used_while_no_sentinel_answers(stack):
     well = stack.enter_context(scripted({b"EXISTS": HELD}))
     answers: dict[bytes, Answer] = {b"SENTINEL": primary(well)}
     sentinel = stack.enter_context(scripted(answers))
@@ -327,9 +309,7 @@ def test_a_primary_that_is_well_is_used_while_no_sentinel_answers(stack: ExitSta
         (b"-ERR unknown command 'SENTINEL'\r\n", "is no Sentinel"),
     ],
 )
-def test_a_sentinel_that_cannot_help_is_said_at_the_start(
-    stack: ExitStack, answer: bytes, words: str
-) -> None:
+def test_a_sentinel_that_cannot_help_is_said_at_the_start(stack, answer, words):
     sentinel = stack.enter_context(scripted({b"SENTINEL": answer}))
     with pytest.raises(TierError, match=words):
         opened(stack, "sentinel", sentinel, free_port())
@@ -339,7 +319,7 @@ def test_a_sentinel_that_cannot_help_is_said_at_the_start(
     "answer",
     [b"*2\r\n$1\r\nh\r\n$1\r\nx\r\n", b"*1\r\n$1\r\nh\r\n", b":1\r\n", b"*3\r\n:1\r\n:1\r\n:1\r\n"],
 )
-def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack: ExitStack, answer: bytes) -> None:
+def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack, answer):
     sentinel = stack.enter_context(scripted({b"SENTINEL": answer}))
     url = parse(f"redis+sentinel://127.0.0.1:{sentinel}/main")
     with pytest.raises(RedisError):
@@ -349,12 +329,10 @@ def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack: ExitStack, answe
 # ---- connections ---------------------------------------------------------------------------------
 
 
-def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(
-    stack: ExitStack,
-) -> None:
+def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(stack):
     clients: list[socket.socket] = []
 
-    def once(client: socket.socket) -> None:
+    def once(client):
         clients.append(client)
         client.sendall(HELD)
 

@@ -1,14 +1,10 @@
 """A Redis that is away at the start, and one that is full of other fingerprints' chunks."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
 
 import pytest
 
@@ -43,24 +39,24 @@ BUFFERS = 2
 
 
 @pytest.fixture
-def server() -> Iterator[RedisServer]:
+def server():
     with RedisServer(maxmemory="64mb", maxmemory_policy="noeviction") as server:
         yield server
 
 
 @pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch):
     """Rounds come when a test makes them."""
     monkeypatch.setattr(upkeep.Upkeep, "_rounds", lambda _: None)
 
 
-def fleet(url: str, form: Form, timeout_s: float = DEADLINE_S) -> RedisTier:
+def fleet(url, form, timeout_s=DEADLINE_S):
     servers = RedisServers(url, timeout_s=timeout_s)
     return RedisTier(servers, form, 64 << 20, CHUNK, clock=Clock())
 
 
 @pytest.fixture
-def old(server: RedisServer, quiet: None) -> Iterator[RedisTier]:
+def old(server, quiet):
     """A fleet with twelve chunks, the first one used longest ago, in a Redis without room for
     more."""
     with closing(fleet(server.url, FLEET)) as tier:
@@ -74,12 +70,12 @@ def old(server: RedisServer, quiet: None) -> Iterator[RedisTier]:
         yield tier
 
 
-def tight(server: RedisServer) -> None:
+def tight(server):
     with server.admin() as admin:
         admin.config_set("maxmemory", admin.info("memory")["used_memory"] + CHUNK // 2)
 
 
-def held(server: RedisServer, form: Form = FLEET) -> list[ChunkKey]:
+def held(server, form=FLEET):
     with server.admin() as admin:
         names = {key: form.names(key, CHUNK) for key in MANY}
         counts = {key: admin.exists(*names[key]) for key in MANY}
@@ -92,9 +88,7 @@ def held(server: RedisServer, form: Form = FLEET) -> list[ChunkKey]:
 
 @pytest.mark.usefixtures("old")
 @pytest.mark.parametrize(("free", "level"), [(1, logging.WARNING), (80, logging.INFO)])
-def test_the_start_says_whose_chunks_lie_there(
-    server: RedisServer, caplog: pytest.LogCaptureFixture, free: int, level: int
-) -> None:
+def test_the_start_says_whose_chunks_lie_there(server, caplog, free, level):
     with server.admin() as admin:
         admin.config_set("maxmemory", admin.info("memory")["used_memory"] + (free << 20))
     with caplog.at_level(logging.INFO), closing(fleet(server.url, TODAY)) as tier:
@@ -108,8 +102,8 @@ def test_the_start_says_whose_chunks_lie_there(
 
 
 def test_each_write_takes_the_room_of_one_dead_chunk_the_least_recently_used_first(
-    server: RedisServer, old: RedisTier, caplog: pytest.LogCaptureFixture
-) -> None:
+    server, old, caplog
+):
     old.close()
     with closing(fleet(server.url, TODAY)) as tier:
         for count, key in enumerate(MANY[:9], 1):
@@ -122,20 +116,18 @@ def test_each_write_takes_the_room_of_one_dead_chunk_the_least_recently_used_fir
     assert caplog.text.count("makes room") == 1, "said once"
 
 
-def test_a_fleet_that_runs_loses_nothing(server: RedisServer, old: RedisTier) -> None:
+def test_a_fleet_that_runs_loses_nothing(server, old):
     with closing(fleet(server.url, TODAY)) as tier:
         assert not tier.write(MANY[0], chunk(MANY[0], CHUNK))
         assert held(server) == MANY
         assert tier.trouble == "redis takes no writes now (the log says why)"
         with server.admin() as admin:
             admin.config_set("maxmemory", 64 << 20)
-        tier._clock.now += 60  # type: ignore[attr-defined]
+        tier._clock.now += 60
         assert tier.write(MANY[0], chunk(MANY[0], CHUNK)) and not tier.trouble
 
 
-def test_the_sign_goes_with_the_last_one_and_soon_after_a_crash(
-    server: RedisServer, old: RedisTier
-) -> None:
+def test_the_sign_goes_with_the_last_one_and_soon_after_a_crash(server, old):
     with closing(fleet(server.url, FLEET)), server.admin() as admin:
         assert admin.scard(FLEET.sign) == 2
         old.close()
@@ -145,9 +137,7 @@ def test_the_sign_goes_with_the_last_one_and_soon_after_a_crash(
         assert not admin.exists(FLEET.sign)
 
 
-def test_both_ends_know_of_a_fleet_that_has_this_model_in_another_chunk_size(
-    server: RedisServer, old: RedisTier
-) -> None:
+def test_both_ends_know_of_a_fleet_that_has_this_model_in_another_chunk_size(server, old):
     with server.admin() as admin:
         admin.config_set("maxmemory", 64 << 20)
         admin.sadd(FLEET.sign, b"\x00:1:old:2", b"of an older version")
@@ -160,7 +150,7 @@ def test_both_ends_know_of_a_fleet_that_has_this_model_in_another_chunk_size(
     assert not old.is_apart, "it has left"
 
 
-def test_a_full_redis_keeps_the_signs_alive(server: RedisServer, old: RedisTier) -> None:
+def test_a_full_redis_keeps_the_signs_alive(server, old):
     with server.admin() as admin:
         admin.config_set("maxmemory", 1 << 20)
         admin.expire(FLEET.sign, 10)
@@ -169,9 +159,7 @@ def test_a_full_redis_keeps_the_signs_alive(server: RedisServer, old: RedisTier)
     assert held(server) == MANY
 
 
-def test_who_starts_in_a_full_redis_signs_at_the_cost_of_one_chunk_at_most(
-    server: RedisServer, old: RedisTier
-) -> None:
+def test_who_starts_in_a_full_redis_signs_at_the_cost_of_one_chunk_at_most(server, old):
     """Its chunks had no sign until now. Those of others are in use."""
     old.close()
     with server.admin() as admin, closing(fleet(server.url, TODAY)):
@@ -181,9 +169,7 @@ def test_who_starts_in_a_full_redis_signs_at_the_cost_of_one_chunk_at_most(
             assert held(server) == MANY[1:]
 
 
-def test_a_sample_that_shows_one_name_of_a_chunk_takes_all_of_it(
-    server: RedisServer, old: RedisTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_shows_one_name_of_a_chunk_takes_all_of_it(server, old, monkeypatch):
     monkeypatch.setattr(upkeep, "_SAMPLE_NAMES", 1)
     monkeypatch.setattr(upkeep, "_MOST_SAMPLES", 100)
     old.close()
@@ -192,7 +178,7 @@ def test_a_sample_that_shows_one_name_of_a_chunk_takes_all_of_it(
         assert 12 - 6 - BUFFERS <= len(held(server)) <= 7
 
 
-def test_a_write_makes_room_for_those_beside_it(server: RedisServer, old: RedisTier) -> None:
+def test_a_write_makes_room_for_those_beside_it(server, old):
     """Or they take what it has made."""
     old.close()
     with closing(fleet(server.url, TODAY)) as tier:
@@ -201,9 +187,7 @@ def test_a_write_makes_room_for_those_beside_it(server: RedisServer, old: RedisT
         assert 4 <= len(MANY) - len(held(server)) <= 5 + BUFFERS
 
 
-def test_a_fleet_whose_sign_was_lost_takes_nothing_of_its_own(
-    server: RedisServer, old: RedisTier
-) -> None:
+def test_a_fleet_whose_sign_was_lost_takes_nothing_of_its_own(server, old):
     other = LAYOUT.keys(range(20))[-1]
     with server.admin() as admin:
         admin.delete(FLEET.sign)
@@ -211,7 +195,7 @@ def test_a_fleet_whose_sign_was_lost_takes_nothing_of_its_own(
     assert held(server) == MANY
 
 
-def test_while_there_is_room_nothing_is_deleted(server: RedisServer, old: RedisTier) -> None:
+def test_while_there_is_room_nothing_is_deleted(server, old):
     old.close()
     with server.admin() as admin:
         admin.config_set("maxmemory", 64 << 20)
@@ -221,9 +205,7 @@ def test_while_there_is_room_nothing_is_deleted(server: RedisServer, old: RedisT
 
 
 @pytest.mark.parametrize("without", ["+exists", "+object|idletime", "+unlink"])
-def test_who_may_not_look_deletes_nothing(
-    server: RedisServer, old: RedisTier, without: str
-) -> None:
+def test_who_may_not_look_deletes_nothing(server, old, without):
     """Its rights on names of others end somewhere."""
     old.close()
     own = "~kvtier:2:" + b"of today".hex() + ":*"
@@ -237,9 +219,7 @@ def test_who_may_not_look_deletes_nothing(
     assert held(server) == MANY
 
 
-def test_where_redis_evicts_what_has_a_ttl_no_sign_is_relied_on(
-    server: RedisServer, old: RedisTier
-) -> None:
+def test_where_redis_evicts_what_has_a_ttl_no_sign_is_relied_on(server, old):
     with server.admin() as admin:
         admin.config_set("maxmemory-policy", "volatile-lru")
     with closing(fleet(server.url, TODAY)) as tier:
@@ -247,7 +227,7 @@ def test_where_redis_evicts_what_has_a_ttl_no_sign_is_relied_on(
     assert held(server) == MANY
 
 
-def test_other_programs_names_are_left_alone(server: RedisServer, old: RedisTier) -> None:
+def test_other_programs_names_are_left_alone(server, old):
     old.close()
     strangers = [b"kvtier:x:{1}", b"kvtier:2:zz:{1}", b"kvtier:2:{1}", b"kvtierx:2:ab:{1}", b"a"]
     with server.admin() as admin:
@@ -261,9 +241,7 @@ def test_other_programs_names_are_left_alone(server: RedisServer, old: RedisTier
         assert admin.exists(*strangers) == len(strangers)
 
 
-def test_other_formats_and_parts_without_a_header_make_room(
-    server: RedisServer, old: RedisTier
-) -> None:
+def test_other_formats_and_parts_without_a_header_make_room(server, old):
     old.close()
     with server.admin() as admin:
         admin.config_set("maxmemory", 64 << 20)
@@ -277,7 +255,7 @@ def test_other_formats_and_parts_without_a_header_make_room(
         assert not admin.exists(*names)
 
 
-def test_a_header_of_garbage_names_no_parts() -> None:
+def test_a_header_of_garbage_names_no_parts():
     key, stem = MANY[0], FLEET.header_name(MANY[0])
     header = FLEET.header(key, CHUNK, bytes(16), 0)
     assert names_told(stem, header) == FLEET.names(key, CHUNK)
@@ -288,7 +266,7 @@ def test_a_header_of_garbage_names_no_parts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
-def test_on_a_cluster_the_sign_on_another_node_holds() -> None:
+def test_on_a_cluster_the_sign_on_another_node_holds():
     with redis_cluster() as servers:
         url = f"redis+cluster://127.0.0.1:{servers[0].port}"
         by_slot = {key: slot_of(FLEET.header_name(key)) * 3 // 16384 for key in MANY}
@@ -304,7 +282,7 @@ def test_on_a_cluster_the_sign_on_another_node_holds() -> None:
                 assert not tier.write(key, chunk(key, CHUNK))
                 assert all(old.read(one, memoryview(bytearray(CHUNK))) for one in MANY)
                 old.close()
-                tier._clock.now += 60  # type: ignore[attr-defined]
+                tier._clock.now += 60
                 assert tier.write(key, chunk(key, CHUNK)), "and nobody signs now"
 
 
@@ -312,7 +290,7 @@ def test_on_a_cluster_the_sign_on_another_node_holds() -> None:
 
 
 @contextmanager
-def _store(server: RedisServer, **more: Any) -> Iterator[Store]:
+def _store(server, **more):
     store = assemble(
         Started(Config().with_keys(ram_bytes=1 << 20, redis_url=server.url, **more)), LAYOUT
     )
@@ -321,21 +299,19 @@ def _store(server: RedisServer, **more: Any) -> Iterator[Store]:
         yield store
 
 
-def _saved(store: Store, keys: Sequence[ChunkKey]) -> None:
+def _saved(store, keys):
     lease = whole(store.save.steps(keys))
     lease.commit()
 
 
-def _tier(store: Store) -> RedisTier:
+def _tier(store):
     (tier,) = store.tiers
     assert isinstance(tier, RedisTier)
     return tier
 
 
 @pytest.mark.usefixtures("quiet")
-def test_without_a_size_the_room_begins_at_0_and_grows_when_redis_answers(
-    server: RedisServer,
-) -> None:
+def test_without_a_size_the_room_begins_at_0_and_grows_when_redis_answers(server):
     server.kill()
     keys = LAYOUT.keys(range(8))
     with _store(server) as store:
@@ -356,7 +332,7 @@ def test_without_a_size_the_room_begins_at_0_and_grows_when_redis_answers(
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_size_that_redis_never_says_stays_trouble(server: RedisServer) -> None:
+def test_a_size_that_redis_never_says_stays_trouble(server):
     server.kill()
     with _store(server) as store:
         server.settings["maxmemory"] = 0
@@ -367,9 +343,7 @@ def test_a_size_that_redis_never_says_stays_trouble(server: RedisServer) -> None
 
 
 @pytest.mark.usefixtures("quiet")
-def test_what_others_keep_there_is_not_deleted_before_the_room_is_known(
-    server: RedisServer,
-) -> None:
+def test_what_others_keep_there_is_not_deleted_before_the_room_is_known(server):
     """Chunks that are found and have no room here are another server's."""
     servers = RedisServers(server.url, timeout_s=DEADLINE_S)
     with server.paused():
@@ -387,13 +361,13 @@ def test_what_others_keep_there_is_not_deleted_before_the_room_is_known(
     assert all(holds(other, key) for key in KEYS)
 
 
-def test_away_is_away_whatever_keys_are_given(server: RedisServer) -> None:
+def test_away_is_away_whatever_keys_are_given(server):
     server.kill()
     for bytes_ in (None, 1 << 20):
         assert "cannot be reached" in parts.away(RedisSection(url=server.url, bytes_=bytes_))
 
 
-def test_a_redis_with_too_many_clients_is_away_and_no_wrong_password() -> None:
+def test_a_redis_with_too_many_clients_is_away_and_no_wrong_password():
     refusal = b"-ERR max number of clients reached\r\n"
     with scripted({b"AUTH": refusal}) as port:
         url = f"redis://:secret@127.0.0.1:{port}"
@@ -405,18 +379,18 @@ def test_a_redis_with_too_many_clients_is_away_and_no_wrong_password() -> None:
 
 
 @pytest.mark.parametrize("error", [b"-LOADING in memory\r\n", b"-CLUSTERDOWN no\r\n"])
-def test_a_redis_that_is_starting_is_away(error: bytes) -> None:
+def test_a_redis_that_is_starting_is_away(error):
     with scripted({b"INFO": error}) as port:
         url = f"redis://127.0.0.1:{port}"
         assert "cannot be reached" in parts.away(RedisSection(url=url))
 
 
-def test_a_proxy_that_ends_the_handshake_is_away() -> None:
+def test_a_proxy_that_ends_the_handshake_is_away():
     """What stands in front of a Redis takes connections, and ends them while Redis is away."""
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve() -> None:
+        def serve():
             for _ in range(2):
                 client, _place = listener.accept()
                 client.recv(1 << 12)
