@@ -15,6 +15,12 @@ BLOCK_TOKENS = 16
 
 
 def read(lines: Iterable[str], partial: bool = False) -> Iterator[Request]:
+    """The requests of a trace. Raises ConfigError, which names the line.
+
+    Args:
+        lines: JSON, one request each. Empty lines are skipped.
+        partial: keep a prompt's last block although it is not full.
+    """
     chains = Chains()
     root, sessions = chains.root(), dict[object, str]()
 

@@ -29,9 +29,12 @@ _LFS = b"version https://git-lfs"
 
 
 class Trace(NamedTuple):
+    """Recorded requests."""
+
     form: str
     requests: list[Request]
     block_tokens: int
+    """Tokens of each block. 0: its objects are not tokens."""
 
 
 def read(path: str, form: str | None = None, partial: bool = False) -> Trace:
@@ -74,6 +77,7 @@ FORMS: dict[str, Callable[[Path, bool], tuple[list[Request], int]]] = {
 
 
 def _documents(path: Path) -> Iterator[tuple[str, Any]]:
+    """A document a file, or one a line."""
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
         text = file.read_text(encoding="utf-8", errors="replace")
         try:
@@ -85,6 +89,7 @@ def _documents(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _told(path: Path) -> str:
+    """The form of this file."""
     if path.is_dir():
         return "mooncake" if any(path.glob(FILES)) else "kv-cache-tester"
     with path.open("rb") as file:

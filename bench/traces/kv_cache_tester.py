@@ -16,6 +16,13 @@ from kvtier.core.errors import ConfigError
 
 
 def read(documents: Iterable[tuple[str, Any]], partial: bool = False) -> tuple[list[Request], int]:
+    """The requests of these conversations by their times, and the tokens of a block. Raises
+    ConfigError, which names the document.
+
+    Args:
+        documents: the name of each document, for errors, and its JSON.
+        partial: keep a prompt's last block although it is not full.
+    """
     chains, requests, sizes = Chains(), list[Request](), dict[int, str]()
     shared = chains.root()
     for name, given in documents:

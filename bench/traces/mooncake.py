@@ -22,10 +22,13 @@ BLOCK_TOKENS = 512
 
 
 class Request(NamedTuple):
+    """One prompt."""
+
     at: float
     """Seconds since the trace began."""
     run: tuple[ChunkKey, ...]
     session: str = ""
+    """The conversation's name, where the trace has one."""
     hint: Hint = NO_HINT
     """Given after this request."""
     about: tuple[ChunkKey, ...] | None = None
