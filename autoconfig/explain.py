@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from kvtier.autoconfig.draft import Plan, Row
 from kvtier.autoconfig.facts import UNLIMITED
-from kvtier.config.keys import KEYS, Config, KeyRow, describe, file_lines
+from kvtier.config.keys import KEYS, SIZES, Config, KeyRow, describe, file_lines
 from kvtier.config.values import masked
 from kvtier.core import terminal
 from kvtier.core.terminal import rate_text, size_text
@@ -97,7 +97,7 @@ def settings_text(config: Config) -> str:
 
 
 def _shown(row: KeyRow) -> str:
-    if row.unit == "bytes" and isinstance(row.value, int):
+    if row.unit in SIZES and isinstance(row.value, int):
         return size_text(row.value)
     return str(row.value)
 

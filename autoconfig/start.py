@@ -29,7 +29,7 @@ logger = logging.getLogger("kvtier")
 def probe_host(config: Config, model: Model, engine: Serving, *, server: bool = False) -> Facts:
     """Facts for ``model`` and ``engine``, or a ``server``. Candidates for a disk tier are the usual
     mounts where ``config`` names no folder."""
-    disks = probe_disks([config.nvme.path] if config.nvme.path else [])
+    disks = probe_disks([str(folder) for folder in config.nvme.folders()])
     return Facts(
         probe_memory(),
         probe_gpus(),

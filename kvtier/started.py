@@ -136,10 +136,9 @@ class Started:
         other.tiers = configured(other.config.tiers)
         return other
 
-    def nvme_folder(self, replica: int = 0) -> Path | None:
-        """Folder of an engine's NVMe tier, for which it may have to wait. None: no such tier."""
-        nvme = self.config.nvme
-        return nvme.folder(replica) if nvme.configured and places(self.config) else None
+    def nvme_folders(self, replica: int = 0) -> list[Path]:
+        """Folders of an engine's NVMe tier, for which it may have to wait."""
+        return self.config.nvme.folders(replica) if places(self.config) else []
 
     def require_record(self) -> None:
         """Raises ConfigError for a folder that cannot be written, unless a server here records."""

@@ -269,15 +269,15 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         from kvtier.assemble import paces
         from kvtier.connectors.vllm.extensions.learning import Learning, engine_name
 
-        folder = started.nvme_folder(self._vllm_config.parallel_config.data_parallel_index)
-        if folder is None:
+        folders = started.nvme_folders(self._vllm_config.parallel_config.data_parallel_index)
+        if not folders:
             return None
         device = current_platform.device_type
         with suppress(NotImplementedError):  # a platform of another package may not say more
             device = current_platform.get_device_name()
         device = f"{device}, {os.cpu_count()} CPUs"
         engine = engine_name(chunks.fingerprint, device)
-        return Learning(folder, engine, paces(store, started.config), time.monotonic)
+        return Learning(folders[0], engine, paces(store, started.config), time.monotonic)
 
     def _load_policy(
         self, learning: Learning | None, planned: Prefill, chunks: ChunkLayout, *, on_cpu: bool
@@ -355,8 +355,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         from kvtier.tiers.nvme.in_use import wait_until_free
 
         replica = self._vllm_config.parallel_config.data_parallel_index
-        if (folder := started.nvme_folder(replica)) is not None:
-            wait_until_free([folder])
+        wait_until_free(started.nvme_folders(replica))
         compute = compute_for_engine(self._vllm_config, chunks.chunk_tokens)
         return assemble(started, chunks, replica, compute)
 

@@ -91,7 +91,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "S
 class Around(NamedTuple):
     """Facts beside the server that the interface tells or uses."""
 
-    nvme_path: str | None
+    nvme_folders: Sequence[Path]
     """The folder that contains the size classes' folders."""
     configuration: forms.Configuration
     """Told to those who have the token."""
@@ -389,7 +389,7 @@ class Admin:
                 "one of them",
                 'send {"namespace": "..."} for a tenant',
             )
-        cleared = await purge(self._server.size_classes, asked.namespace, self._around.nvme_path)
+        cleared = await purge(self._server.size_classes, asked.namespace, self._around.nvme_folders)
         nothing = not (cleared.chunks or cleared.left or cleared.owed_deletes)
         if asked.namespace is not None and nothing:
             self._expect_known(asked.namespace, cleared.untouched)

@@ -4,6 +4,7 @@ server's loop. Raises KVTierError when the server is closing."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +22,14 @@ _SEARCH_S = 15.0
 _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
 
 
-async def purge(size_classes: SizeClasses, namespace: str | None, nvme_path: str | None) -> Cleared:
+async def purge(
+    size_classes: SizeClasses, namespace: str | None, nvme_folders: Sequence[Path]
+) -> Cleared:
     """Purge the tenant ``namespace``, or everything (None), for at most 25 seconds a size class. On
     the server's loop. Raises KVTierError when the server is closing."""
     owner = None if namespace is None else tenant(namespace)
     chunks, busy = await asyncio.wrap_future(
-        size_classes.on_lane(partial(_discard_closed, nvme_path, owner))
+        size_classes.on_lane(partial(_discard_closed, nvme_folders, owner))
     )
     opened = size_classes.open
     untouched = [
@@ -71,11 +74,11 @@ async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]
     return sum(count for count, _ in told), names
 
 
-def _discard_closed(nvme_path: str | None, owner: int | None) -> tuple[int, list[Path]]:
+def _discard_closed(folders: Sequence[Path], owner: int | None) -> tuple[int, list[Path]]:
     """Chunks removed from the files of closed size classes, and folders in use, where none could
     be. On the lane that opens size classes."""
     chunks, busy = 0, []
-    for index in sorted(Path(nvme_path).glob(f"slots-*/{INDEX_NAME}")) if nvme_path else []:
+    for index in sorted(each for place in folders for each in place.glob(f"slots-*/{INDEX_NAME}")):
         try:
             chunks += discard(index.parent, owner)
         except TierError:

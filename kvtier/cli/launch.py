@@ -144,8 +144,7 @@ def tried(started: Started, *, wait: bool) -> Iterable[str]:
         require_ram(started.ram_bytes, source=started.config.ram.source("bytes_"))
     started.require_record()
     away = started.try_engine_start().values()
-    folder = started.nvme_folder()
-    folders = [folder] if folder is not None else []
+    folders = started.nvme_folders()
     if auto and server is None and not folders:
         folders = [Path(disk.path) for disk in probe_disks()]
     if wait:

@@ -216,7 +216,7 @@ def _admin_surface(config: Config, engines: EngineIndex) -> Beside:
     port = bind(admin.address, token=token is not None, tls=tls)
     rows = [row._asdict() | {"key": row.path} for row in describe(config)]
     configuration = msgspec.convert({"keys": rows}, Configuration)
-    around = Around(config.nvme.path, configuration, engines)
+    around = Around(config.nvme.folders(), configuration, engines)
     return lambda server: beside(server, port, token, around)
 
 
@@ -243,17 +243,17 @@ class Stores:
 
 def kept_sizes(nvme: NvmeSection) -> list[int]:
     """Slot sizes of folders from before in ``nvme_path``, the one used last first."""
-    folders = Path(nvme.path).glob(SIZE_FOLDERS) if nvme.path else ()
+    folders = [folder for place in nvme.folders() for folder in place.glob(SIZE_FOLDERS)]
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
-    return [int(folder.name.removeprefix("slots-")) for folder in found]
+    return list(dict.fromkeys(int(folder.name.removeprefix("slots-")) for folder in found))
 
 
 def discard_closed(nvme: NvmeSection, slot_bytes: int) -> None:
     """Remove a closed size class's NVMe folder. Best effort: one in use is somebody else's."""
-    if nvme.path:
+    for folder in nvme.folders():
         with suppress(TierError):
-            discard(Path(str(nvme.for_slots(slot_bytes).path)))
+            discard(folder / f"slots-{slot_bytes}")
 
 
 def _listeners(started: Started, addresses: Sequence[str], insecure: bool) -> list[Listener]:

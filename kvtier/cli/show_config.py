@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kvtier.cli.key_flags import add_key_flags, given_keys
-from kvtier.config.keys import KEYS, Config, KeyRow, describe, file_lines, tell
+from kvtier.config.keys import KEYS, SIZES, Config, KeyRow, describe, file_lines, tell
 from kvtier.config.load import load
 from kvtier.config.values import masked
 from kvtier.core.errors import ConfigError
@@ -85,6 +85,6 @@ def _shown(started: Started, row: KeyRow) -> str:
     used = effective(started, row.key)
     if used is None:
         return _elsewhere(started.config, row.key) or row.reason.partition("none: ")[2] or "-"
-    if row.unit == "bytes":
+    if row.unit in SIZES and isinstance(used, int):
         return size_text(used)
     return str(used).lower() if isinstance(used, bool) else str(used)

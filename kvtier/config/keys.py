@@ -318,6 +318,10 @@ REMOVED = {
 """Keys of earlier versions -> what does it now."""
 
 
+SIZES = ("bytes", "sizes")
+"""Units of keys whose value is a number of bytes."""
+
+
 class KeyRow(NamedTuple):
     key: str
     path: str
@@ -348,7 +352,7 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
         key = KEYS[flat]
         text = " ".join(comment.splitlines())
         written = value
-        if key.unit == "bytes" and isinstance(value, int) and not exact_size(value).isdecimal():
+        if key.unit in SIZES and isinstance(value, int) and not exact_size(value).isdecimal():
             written = exact_size(value)  # a number of a MiB or more needs no unit
         lines = [f"  # {text}", f"  {key.name}: {json.dumps(written)}"]
         by_section.setdefault(key.section, [f"{key.section}:"]).extend(lines)

@@ -193,7 +193,11 @@ def _seconds(ours: str, key: str, value: object, ranks: int) -> _Mapped:
 def _local_disk(key: str, value: object, ranks: int) -> _Mapped:
     if value in _OFF:
         return _unused("off, as in kvtier when nvme_path is not set")
-    return _folder(key, value, "the NVMe tier's folder")
+    several = value if isinstance(value, list) else str(value).split(",")
+    if isinstance(value, bool) or len(several) < 2:
+        return _folder(key, value, "the NVMe tier's folder")
+    each = [_folder(key, str(one).strip(), "").value for one in several]
+    return _Mapped("nvme_path", ",".join(map(str, each)), "the NVMe tier's folders")
 
 
 def _folder(key: str, value: object, reason: str) -> _Mapped:
@@ -202,8 +206,8 @@ def _folder(key: str, value: object, reason: str) -> _Mapped:
     path = "/" + text.removeprefix("file://").lstrip("/") if text.startswith("file://") else text
     if isinstance(value, bool) or "," in path or not path.startswith("/") or not path.strip("/"):
         raise ConfigError(
-            f"{key}={value!r} in the LMCache configuration: expected one absolute folder such as "
-            "file:///mnt/nvme/kv/; kvtier keeps one NVMe file (stripe several disks with RAID 0)"
+            f"{key}={value!r} in the LMCache configuration: expected an absolute folder such as "
+            "file:///mnt/nvme/kv/"
         )
     return _Mapped("nvme_path", path.rstrip("/"), reason)
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.config import lmcache, lmi, values
-from kvtier.config.keys import KEYS, REMOVED, SECTIONS, Config, Key, Remark
+from kvtier.config.keys import KEYS, REMOVED, SECTIONS, SIZES, Config, Key, Remark
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
 from kvtier.core.terminal import UnitError
@@ -66,9 +66,9 @@ def load(
 def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Relative paths of ``flags`` that a person typed, below the current folder. Files and engines
     must give absolute paths, because a reader cannot see which folder they are relative to."""
-    paths = {key for key, about in KEYS.items() if about.unit in ("file", "folder")}
+    paths = {key for key, about in KEYS.items() if about.unit in ("file", "folder", "folders")}
     return {
-        key: os.path.abspath(value) if key in paths and value else value
+        key: ",".join(map(os.path.abspath, value.split(","))) if key in paths and value else value
         for key, value in flags.items()
     }
 
@@ -304,7 +304,7 @@ def _parse(key: str, given: object, source: str) -> Any:
         return _url(key, given, source)
     parse, expected = values.PARSERS[KEYS[key].unit]
     # what is a number and in no file of ours is a program's, or LMCache's GiB, and nobody's typing
-    exact = KEYS[key].unit == "bytes" and type(given) is int and not source.startswith("file ")
+    exact = KEYS[key].unit in SIZES and type(given) is int and not source.startswith("file ")
     try:
         return parse(f"{given}B" if exact else given)
     except (ValueError, OverflowError) as error:

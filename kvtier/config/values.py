@@ -46,10 +46,26 @@ def _text(pattern: str) -> Callable[[object], str]:
     return parse
 
 
+def _each(parse: Callable[[object], object]) -> Callable[[object], str]:
+    """Several in a list, or separated by commas."""
+
+    def parse_all(given: object) -> str:
+        texts = given if isinstance(given, list | tuple) else str(given).split(",")
+        return ",".join(
+            str(parse(text.strip() if isinstance(text, str) else text)) for text in texts
+        )
+
+    return parse_all
+
+
 def _addresses(given: object) -> str:
-    each = given if isinstance(given, list | tuple) else str(given).split(",")
-    one = _text(r"(unix:///[^\s,]+|tcp://[^\s,]+:\d+)")
-    return ",".join(one(text.strip() if isinstance(text, str) else text) for text in each)
+    return _each(_text(r"(unix:///[^\s,]+|tcp://[^\s,]+:\d+)"))(given)
+
+
+def _sizes(given: object) -> int | str:
+    if isinstance(given, list | tuple) or "," in str(given):
+        return _each(lambda text: f"{parse_size(text)}B")(given)
+    return parse_size(given)
 
 
 def _as_given(parse: Callable[[str], object]) -> Callable[[object], str]:
@@ -76,6 +92,11 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "percent": (_percent, "a whole number from 1 to 100"),
     "flag": (parse_flag, "true or false"),
     "folder": (_text(r"/[^\0\n]*"), "an absolute path such as /mnt/nvme/kvtier"),
+    "folders": (
+        _each(_text(r"/[^\0\n,]*")),
+        "an absolute path such as /mnt/nvme/kvtier, or several",
+    ),
+    "sizes": (_sizes, "a size such as 4GiB, 512MB or 4096B, or one for each folder"),
     "file": (_text(r"/[^\0\n]*"), "an absolute path such as /etc/kvtier/token"),
     "http": (_http, "http://host:port, https://host:port or off"),
     "address": (

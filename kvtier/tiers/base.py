@@ -33,8 +33,8 @@ class Tier(ABC):
 
     name: str
     capacity: int
-    """Room in chunks. 0 while a tier that was away at the start does not know it, which then sets
-    it once, on any thread."""
+    """Room in chunks. 0 while a tier that was away at the start does not know it. It changes on any
+    thread, with parts of the tier that fail or come back."""
     shared: bool = False
     """Other processes write here too. :meth:`find` asks for their chunks."""
     keeps_owners: bool = False
@@ -88,6 +88,12 @@ class Tier(ABC):
     @abstractmethod
     def delete(self, key: ChunkKey) -> None:
         """Forget the chunk if held, and free its room at once."""
+
+    def lost_and_found(self) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
+        """Chunks that ceased to be held without a call that asked for it, and chunks that are held
+        again, coldest first, since the last call. ``capacity`` is up to date then. May block: for
+        lane threads only."""
+        return (), ()
 
     @abstractmethod
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
@@ -176,6 +182,9 @@ class ForwardingTier(Tier):
 
     def delete(self, key: ChunkKey) -> None:
         self.inner.delete(key)
+
+    def lost_and_found(self) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
+        return self.inner.lost_and_found()
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         self.inner.close(coldest_first)

@@ -42,7 +42,7 @@ def check_left_behind(config: Config, *, server: bool) -> Finding:
     kinds = {False} if server or config.server.here else {True}
     if config.nvme.path is None and not config.server.here:
         kinds = {False, True}
-    places = probe_disks([config.nvme.path] if config.nvme.path else [])
+    places = probe_disks([str(folder) for folder in config.nvme.folders()])
     left = [
         each for disk in places for kind in kinds for each in left_behind(disk.path, servers=kind)
     ]

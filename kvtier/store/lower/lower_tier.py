@@ -91,12 +91,38 @@ class LowerTier:
         self._silent = False
         self._room_told = self._reserved = self.tier.capacity
         """Chunks for which the tier has room reserved, which no other Store has."""
+        self._following = False
 
     def _follow_room(self) -> None:
-        """Under the lock: a tier that was away at the start may know its room by now."""
+        """Under the lock: a tier that was away at the start may know its room by now, and one of
+        several disks may have gone or come back. What others have of the room stays theirs."""
         if (room := self.tier.capacity) != self._room_told:
-            self._room_told = self._reserved = room
-            self.chunks.limit(room, 0)
+            had_all = self.chunks.capacity == self._room_told
+            self._room_told = room
+            self._reserved = room if had_all else min(self._reserved, room)
+            self.chunks.limit(room if had_all else min(self.chunks.capacity, room), 0)
+
+    def _follow_chunks(self) -> None:
+        """On a lane thread, one at a time: what a part of the tier had that failed is lost, and
+        found again when it comes back."""
+        with self._lock:
+            if self._following:
+                return
+            self._following = True
+        try:
+            lost, found = self.tier.lost_and_found()
+            for at in range(0, len(lost), AT_ONCE):
+                with self._lock:
+                    for key in lost[at : at + AT_ONCE]:
+                        if key in self.chunks.order:
+                            self.chunks.lost(key)
+            for at in range(0, len(found), AT_ONCE):
+                keys = found[at : at + AT_ONCE]
+                owners = self.owners(keys)
+                with self._lock:
+                    self.found(keys, owners)
+        finally:
+            self._following = False
 
     # ---- estimates -------------------------------------------------------------------------------
 
@@ -255,6 +281,7 @@ class LowerTier:
 
     def sweep(self) -> None:
         """On a lane thread: delete what is to be deleted."""
+        self._follow_chunks()
         with self._lock:
             self._follow_room()
             keys, self._to_delete = self._to_delete, []
@@ -310,11 +337,11 @@ class LowerTier:
                 self.chunks.deleted(keys)
 
     def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
-        """Delete the chunks of ``owner`` that a shared tier has and this Store does not know: how
-        many, and whether it was searched to the end. On the lane, where it takes seconds. What is
-        being written is left to its writer."""
+        """Delete the chunks of ``owner`` that a shared tier, or a disk that is left alone, has and
+        this Store does not know: how many, and whether it was searched to the end. On the lane,
+        where it takes seconds. What is being written is left to its writer."""
         future: Future[tuple[int, bool]] = Future()
-        if not self.tier.shared:
+        if not (self.tier.shared or self.tier.open_breakers):
             future.set_result((0, True))
         elif not self.lane.submit(partial(self._purge_unseen, owner, future)):
             future.set_result((0, False))

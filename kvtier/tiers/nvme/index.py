@@ -40,13 +40,13 @@ _MOST_WRITTEN_BYTES = 1 << 60
 """More than any disk takes in its life. A record with a greater number is not ours."""
 
 _BODY_BYTES = RECORD_BYTES - 8
-_BODY = struct.Struct(f"<40s16sQ{OWNER_BYTES}s40x")
+_BODY = struct.Struct(f"<40s16sQ{OWNER_BYTES}sQ32x")
 _CHECK = struct.Struct("<Q")
 _ROW = np.dtype(
     {
-        "names": ["key", "checksum", "seq", "owner", "check"],
-        "formats": [f"V{KEY_BYTES}", f"V{CHECKSUM_BYTES}", "<u8", f"V{OWNER_BYTES}", "<u8"],
-        "offsets": [0, 40, 56, 64, _BODY_BYTES],
+        "names": ["key", "checksum", "seq", "owner", "stamp", "check"],
+        "formats": [f"V{KEY_BYTES}", f"V{CHECKSUM_BYTES}", "<u8", f"V{OWNER_BYTES}", "<u8", "<u8"],
+        "offsets": [0, 40, 56, 64, 64 + OWNER_BYTES, _BODY_BYTES],
         "itemsize": RECORD_BYTES,
     }
 )
@@ -107,11 +107,18 @@ def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
     return xxh3_128_digest(payload, seed=int.from_bytes(own_half(key), "little"))
 
 
-def pack_record(
-    slot: int, slot_bytes: int, key: ChunkKey, checksum: bytes, seq: int, owner: int = UNOWNED
+def pack_record(  # noqa: PLR0913, PLR0917 - the fields of a record
+    slot: int,
+    slot_bytes: int,
+    key: ChunkKey,
+    checksum: bytes,
+    seq: int,
+    owner: int = UNOWNED,
+    stamp: int = 0,
 ) -> bytes:
-    """A record. ``seq``, never 0, orders records by age: larger is newer."""
-    body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"))
+    """A record. ``seq``, never 0, orders records by age: larger is newer. ``stamp`` orders them
+    among those of other folders."""
+    body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"), stamp)
     return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
 
 
@@ -125,6 +132,8 @@ class Records:
     checksums: NDArray[np.void]
     owners: NDArray[np.void]
     """Little-endian."""
+    stamps: NDArray[np.uint64]
+    """0 in records from before there were stamps."""
     damaged: int
 
 
@@ -150,6 +159,7 @@ def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
         seqs=rows["seq"][good],
         checksums=rows["checksum"][good],
         owners=rows["owner"][good],
+        stamps=rows["stamp"][good],
         damaged=len(used) - len(good),
     )
 

@@ -15,13 +15,15 @@ from typing import ClassVar
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
-from kvtier.tiers.finding import Finding
-from kvtier.tiers.nvme.disks import (
-    NETWORK_FILESYSTEMS,
-    RAM_FILESYSTEMS,
-    Disk,
-    disk_threads,
-    probe_disk,
+from kvtier.tiers.base import Tier
+from kvtier.tiers.finding import Finding, refused
+from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk, probe_disk
+from kvtier.tiers.nvme.several import (
+    free_rooms,
+    lane_threads,
+    on_one_device,
+    require_apart,
+    require_ours,
 )
 from kvtier.tiers.seam import Draft, Opened, Opening, TierFacts, TierSection, Trial, key, then_tried
 
@@ -39,11 +41,14 @@ class NvmeSection(TierSection):
     }
 
     path: str | None = key(
-        "folder", "place of the NVMe tier; none: no such tier", planned="measured"
+        "folders",
+        "place of the NVMe tier, on several disks a folder each; none: no such tier",
+        planned="measured",
     )
-    bytes_: int | None = key(
-        "bytes",
-        "reserved at the start; none: half of what is free, at most 256 GiB",
+    bytes_: int | str | None = key(
+        "sizes",
+        "reserved at the start, in all or in each folder; none: half of what is free, at most 256 "
+        "GiB on each disk",
         needs="path",
         planned="measured",
     )
@@ -54,14 +59,31 @@ class NvmeSection(TierSection):
 
     @property
     def room(self) -> int:
-        if self.bytes_ is not None:
-            return self.bytes_
-        disk = probe_disk(str(self.path))
-        return default_bytes((disk.free.value or 0) + (disk.own.value or 0))
+        return sum(int(each.bytes_ or 0) for each in self.disks())
 
-    def folder(self, replica: int = 0) -> Path:
-        place = Path(str(self.path))
-        return place / f"replica{replica}" if replica else place
+    def folders(self, replica: int = 0) -> list[Path]:
+        places = [Path(place) for place in (self.path or "").split(",") if place]
+        return [place / f"replica{replica}" if replica else place for place in places]
+
+    def disks(self, replica: int = 0) -> list[NvmeSection]:
+        """A section for each folder, with its part of the bytes: as much of what is free there."""
+        folders, given = self.folders(replica), self.bytes_
+        if isinstance(given, str):
+            sizes = [int(size.removesuffix("B")) for size in given.split(",")]
+            if len(sizes) != len(folders):
+                raise ConfigError(
+                    f"nvme_bytes={given} has {len(sizes)} sizes for {len(folders)} folders in "
+                    "nvme_path; give one for each folder, or one for all together"
+                )
+        else:
+            rooms = free_rooms(folders)
+            if given is None:
+                sizes = [default_bytes(room) for room in rooms]
+            else:
+                sizes = [given * room // (sum(rooms) or 1) for room in rooms]
+                sizes[0] += given - sum(sizes)
+        pairs = zip(folders, sizes, strict=True)
+        return [replace(self, path=str(folder), bytes_=size) for folder, size in pairs]
 
     @property
     def sized(self) -> bool:
@@ -74,7 +96,14 @@ class NvmeSection(TierSection):
         return self.write_limit
 
     def for_slots(self, slot_bytes: int) -> NvmeSection:
-        return replace(self, path=f"{self.path}/slots-{slot_bytes}")
+        disks = self.disks()
+        return replace(
+            self,
+            path=",".join(f"{each.path}/slots-{slot_bytes}" for each in disks),
+            bytes_=self.bytes_
+            if len(disks) == 1
+            else ",".join(f"{each.bytes_}B" for each in disks),
+        )
 
 
 def default_bytes(free: int) -> int:
@@ -102,7 +131,7 @@ def disk_findings(own: NvmeSection, disk: Disk) -> Iterator[Finding]:
         )
         return
     room = (disk.free.value or 0) + (disk.own.value or 0)
-    size = own.bytes_ or default_bytes(room)
+    size = own.room
     source = own.sources.get("bytes_", "default")
     held = f"{size_text(size)} ({source}) of {size_text(room)} on {kind}"
     if size > room:
@@ -155,33 +184,45 @@ logger = logging.getLogger("kvtier")
 
 
 def open(own: NvmeSection, around: Opening) -> Opened:
+    from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
     from kvtier.tiers.nvme.tier import NvmeTier
 
-    folder = own.folder(around.replica)
-    own = replace(own, path=str(folder))
-    tier = NvmeTier(
-        folder,
-        own.room,
-        around.chunk_bytes,
-        lent=around.lent,
-        in_huge_pages=around.in_huge_pages,
-    )
-    disk = probe_disk(str(folder))
+    require_apart(own.folders())
+    folders = own.folders(around.replica)
+    sizes = [int(each.bytes_ or 0) for each in own.disks(around.replica)]
+    cpus, more = len(os.sched_getaffinity(0)), (around.lent, around.in_huge_pages)
+    threads, calls = lane_threads([probe_disk(str(folder)) for folder in folders], cpus)
+    tier: Tier
+    if len(folders) == 1:
+        lent, huge = more
+        tier = NvmeTier(folders[0], sizes[0], around.chunk_bytes, lent=lent, in_huge_pages=huge)
+    else:
+        require_ours(folders)
+        tier = DiskSet(list(map(DiskPlace, folders, sizes, calls)), around.chunk_bytes, *more)
+    reserved = sum(probe_disk(str(folder)).own.value or 0 for folder in folders)
     said = (
-        f"NVMe: {size_text(disk.own.value or 0)} reserved in {folder}, and kept after the end for "
-        f"a warm start; 'kvtier clear --folder {folder}' gives it back"
+        f"NVMe: {size_text(reserved)} reserved in {', '.join(map(str, folders))}, and kept after "
+        f"the end for a warm start; 'kvtier clear --folder {folders[0]}' gives it back"
     )
-    return Opened(tier, disk_threads(disk, len(os.sched_getaffinity(0))), said)
+    return Opened(tier, threads, "; ".join(filter(None, [said, on_one_device(folders)])))
 
 
 def away(own: NvmeSection) -> str:
-    """A disk is never away. Raises ConfigError for a fail, logs warnings."""
-
-    for finding in disk_findings(own, probe_disk(str(own.path))):
-        if finding.state == "fail":
-            raise ConfigError(f"nvme_path={own.path}: {finding.seen}; {finding.do}")
-        if finding.state == "warn":
-            logger.warning("nvme_path=%s: %s; %s", own.path, finding.seen, finding.do)
+    """A disk is never away. Raises ConfigError where no disk can be used. Logs warnings."""
+    require_apart(own.folders())
+    disks, failed = own.disks(), list[str]()
+    for each in disks:
+        for finding in disk_findings(each, probe_disk(str(each.path))):
+            words = f"nvme_path={each.path}: {finding.seen}; {finding.do}"
+            if finding.state == "fail":
+                failed.append(words)
+                break
+            if finding.state == "warn":
+                logger.warning("%s", words)
+    if len(failed) == len(disks):
+        raise ConfigError("; ".join(failed))
+    for words in failed:
+        logger.warning("%s: the other disks serve without it", words)
     return ""
 
 
@@ -190,10 +231,15 @@ def probe(_own: NvmeSection) -> TierFacts:
 
 
 def findings(own: NvmeSection, tried: Trial | None) -> Iterator[Finding]:
-
-    seen = disk_findings(own, probe_disk(str(own.path)))
-    do = f"look at the file system of {own.path} and the kernel's log (dmesg)"
-    yield from then_tried(seen, tried and partial(in_a_folder_of_its_own, tried), own, do)
+    if wrong := refused(lambda: require_apart(own.folders())):
+        yield Finding("nvme", "fail", wrong, "correct nvme_path")
+        return
+    for each in own.disks():
+        seen = disk_findings(each, probe_disk(str(each.path)))
+        do = f"look at the file system of {each.path} and the kernel's log (dmesg)"
+        yield from then_tried(seen, tried and partial(in_a_folder_of_its_own, tried), each, do)
+    if said := on_one_device(own.folders()):
+        yield Finding("nvme", "warn", said, "name one folder on each disk")
 
 
 def in_a_folder_of_its_own(tried: Trial, own: NvmeSection) -> str:

@@ -1,6 +1,6 @@
 """NvmeTier: chunks on a local disk, in preallocated slots, found again after a restart or a crash.
 
-The index lives in memory (one dict entry and 36 packed bytes a chunk) and, record by record, on
+The index lives in memory (one dict entry and 44 packed bytes a chunk) and, record by record, on
 disk. See :mod:`kvtier.tiers.nvme.index` for what is believed after a crash,
 :mod:`kvtier.tiers.nvme.files` for the files and how payloads get there.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +112,7 @@ class NvmeTier(Tier):
         self._places: dict[ChunkKey, int] = {}
         self._checksums = np.zeros(slots, f"V{CHECKSUM_BYTES}")
         self._owners = np.zeros(slots, f"V{OWNER_BYTES}")
+        self._stamps = np.zeros(slots, np.uint64)
         self._unread = bytearray(slots)
         """1 for each slot written since the start and not read."""
         self._given: list[int] = []
@@ -125,6 +127,22 @@ class NvmeTier(Tier):
     @property
     def counts(self) -> Mapping[str, int]:
         return self._events.values
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    def stamp(self, key: ChunkKey) -> int:
+        """Orders chunks of several folders by their age, or their place in the order of a close."""
+        return int(self._stamps[self._places[key] % self.capacity])
+
+    def held(self) -> Sequence[ChunkKey]:
+        """As they were written."""
+        with self._lock:
+            return list(self._places)
 
     @property
     def trouble(self) -> str:
@@ -216,6 +234,23 @@ class NvmeTier(Tier):
             self._free.extend(had)
             return self.capacity - len(self._given)
 
+    def works(self) -> bool:
+        """Whether the folder is in place, a free slot can be written, and a slot be read."""
+        page = memoryview(bytearray(PAGE_BYTES))
+        with self._lock:
+            slot = self._free.pop() if self._free else None
+        try:
+            if slot is not None:
+                self._files.write_payload(slot, page)
+            self._files.read_payload(slot or 0, page)
+            return self._look()
+        except OSError:
+            return False
+        finally:
+            if slot is not None:
+                with self._lock:
+                    self._free.append(slot)
+
     def find(self, keys: Sequence[ChunkKey]) -> int:
         places = self._places
         if self._trouble:
@@ -238,16 +273,18 @@ class NvmeTier(Tier):
         with self._lock:
             places, self._places = self._places, {}
             self._free = array("I")
-        named = [key for key in dict.fromkeys(coldest_first) if key in places]
-        others = places.keys() - set(named)
-        order = [*sorted(others, key=places.__getitem__), *named]
+        # Counted over what other folders hold of the same order, too.
+        stamps = {key: at for at, key in enumerate(coldest_first, 1) if key in places}
+        others = places.keys() - stamps.keys()
+        order = [*sorted(others, key=places.__getitem__), *stamps]
         table = bytearray(RECORD_BYTES * self.capacity)
         # The last number says how often was written in the life of the folder. A power cut may have
         # brought back records of deleted chunks, so that there are more records than numbers.
         for seq, key in enumerate(order, start=max(1, self._seq - len(order) + 1)):
             slot = places[key] % self.capacity
+            checksum, stamp = self._checksum(slot), stamps.get(key, 0)
             record = pack_record(
-                slot, self.slot_bytes, key, self._checksum(slot), seq, self._owner(slot)
+                slot, self.slot_bytes, key, checksum, seq, self._owner(slot), stamp
             )
             table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
         try:
@@ -271,6 +308,7 @@ class NvmeTier(Tier):
         )
         self._checksums[records.slots] = records.checksums
         self._owners[records.slots] = records.owners
+        self._stamps[records.slots] = records.stamps
         self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
         unused = np.ones(self.capacity, dtype=bool)
         unused[
@@ -311,17 +349,17 @@ class NvmeTier(Tier):
             self._events.add("refused")
             return False
         seq, slot = divmod(place, self.capacity)
-        checksum = payload_checksum(key, data)
+        checksum, stamp = payload_checksum(key, data), time.time_ns()
         try:
             self._files.write_payload(slot, data)
             self._files.write_record(
-                slot, pack_record(slot, self.slot_bytes, key, checksum, seq, owner)
+                slot, pack_record(slot, self.slot_bytes, key, checksum, seq, owner, stamp)
             )
         except OSError as error:
             self._events.log_first("write", error)
             self._events.add("failed_writes")
             return False
-        self._checksums[slot] = checksum
+        self._checksums[slot], self._stamps[slot] = checksum, stamp
         self._owners[slot] = owner.to_bytes(OWNER_BYTES, "little")
         return True
 

@@ -364,7 +364,7 @@ async def _asked(served, path, *, far=False, token=""):
     served.loop = asyncio.get_running_loop()
     port = bind("http://127.0.0.1:0", token=False, tls=None)._replace(local=not far)
     async with (
-        admin.beside(served, port, TOKEN.encode(), admin.Around(None, forms.Configuration([]))),
+        admin.beside(served, port, TOKEN.encode(), admin.Around((), forms.Configuration([]))),
         ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
         session.get(port.url + path) as answer,
     ):
@@ -409,7 +409,7 @@ def test_a_clock_that_is_set_makes_no_old_request_valid_again(served, monkeypatc
     async def scenario():
         served.loop, told = asyncio.get_running_loop(), list[int]()
         port = bind("http://127.0.0.1:0", token=False, tls=None)
-        around = admin.Around(None, forms.Configuration([]))
+        around = admin.Around((), forms.Configuration([]))
         async with admin.beside(served, port, TOKEN.encode(), around), ClientSession() as session:
 
             async def ask(headers):

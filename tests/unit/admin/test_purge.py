@@ -65,7 +65,7 @@ def save(store, owner, *tokens):
 
 
 def purged(size_classes, namespace):
-    return asyncio.run(purge(size_classes, namespace, None))
+    return asyncio.run(purge(size_classes, namespace, ()))
 
 
 def spilled(store, count):

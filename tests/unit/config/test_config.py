@@ -429,6 +429,8 @@ def test_no_lmcache_key_is_ignored_in_silence(tmp_path, line, told):
         ("remote_url: fs:///mnt/kv/", "nvme_path", "/mnt/kv"),
         ("local_disk: /mnt/kv", "nvme_path", "/mnt/kv"),
         ("local_disk: file://mnt/kv/", "nvme_path", "/mnt/kv"),
+        ("local_disk: file:///a/,file:///b/", "nvme_path", "/a,/b"),
+        ("local_disk: [/a, /b]", "nvme_path", "/a,/b"),
         ("save_decode_cache: false", "save_decode", False),
         ("blocking_timeout_secs: 10", "load_timeout_ms", 10_000),
     ],
@@ -440,9 +442,8 @@ def test_lmcache_keys_that_have_one_of_ours(tmp_path, line, key, value):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("remote_url: file:///", "one absolute folder"),
-        ("local_disk: file:///a/,file:///b/", "one absolute folder"),
-        ("local_disk: relative", "one absolute folder"),
+        ("remote_url: file:///", "an absolute folder"),
+        ("local_disk: relative", "an absolute folder"),
         ("max_local_cpu_size: lots", "a number of GiB per worker"),
         ("max_local_cpu_size: -1", "a number of GiB per worker"),
         ("extra_config: '{'", "expected a JSON object"),

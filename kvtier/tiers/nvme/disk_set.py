@@ -1,0 +1,345 @@
+"""DiskSet: folders on several disks as one tier. Each folder is a whole :class:`NvmeTier`, as it is
+alone, so a folder from before is one disk of a set, and warm.
+
+A chunk lies whole on one disk, which is chosen when it is written. The chunks of a prompt are
+spread, so one load reads from all disks. Pieces of one chunk on all disks would be read no sooner
+than so, and one bad disk would cost all chunks.
+
+A disk that fails or hangs is left alone. Its chunks are misses, its room leaves ``capacity``, and
+the others go on. It is tried again by itself, and told with what it still holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.core.tenant import UNOWNED, may
+from kvtier.tiers.base import Tier
+from kvtier.tiers.event_counts import EVENTS, EventCounts
+from kvtier.tiers.nvme.index import slots_within, table_bytes
+from kvtier.tiers.nvme.set_disk import FROZEN_S, SetDisk
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.recovery_order import coldest_first
+
+_LOG = logging.getLogger(__name__)
+_FIRST_PACE_S = 0.001
+"""Pace of disks before any is known."""
+_MOST_WAITED = 4
+"""Chunks by which a busy disk may fall behind before others get its chunks."""
+
+
+class DiskPlace(NamedTuple):
+    folder: Path
+    bytes_: int
+    most_calls: int
+    """Calls at once. A disk that hangs holds so many threads of the lane."""
+
+
+class DiskSet(Tier):
+    """Raises TierError where no disk can be opened. One that cannot be is left alone at first.
+    ``lent`` and ``in_huge_pages``: see :class:`NvmeTier`.
+
+    Threads: any number of lane threads. ``_lock`` guards the disks' states. No I/O under it.
+    """
+
+    name = "nvme"
+    keeps_owners = True
+
+    def __init__(
+        self,
+        places: Sequence[DiskPlace],
+        slot_bytes: int,
+        lent: bool = False,
+        in_huge_pages: Callable[[memoryview], bool] = lambda _: False,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._lent = lent
+
+        def opened(place: DiskPlace, lent: bool) -> NvmeTier:
+            return NvmeTier(
+                place.folder,
+                place.bytes_,
+                slot_bytes,
+                lent=lent,
+                in_huge_pages=in_huge_pages,
+            )
+
+        self.disks = [
+            SetDisk(
+                place.folder,
+                partial(opened, place),
+                place.most_calls,
+                threading.Condition(self._lock),
+                clock,
+            )
+            for place in places
+        ]
+        self._events = EventCounts(EVENTS, _LOG, "NVMe tier of several disks")
+        self._turn = 0.0
+        self._lost: list[ChunkKey] = []
+        self._found: list[ChunkKey] = []
+        self._recovered = self._open()
+        self.capacity = sum(disk.capacity for disk in self.disks)
+        self.chunk_room = slot_bytes
+        self.fixed_room = sum(
+            table_bytes(slots_within(place.bytes_, slot_bytes)) for place in places
+        )
+
+    def _open(self) -> list[ChunkKey]:
+        """Where a chunk is on two disks, one of them keeps it."""
+        stamped, failed = list[tuple[ChunkKey, tuple[int, float]]](), list[str]()
+        for at, disk in enumerate(self.disks):
+            try:
+                held = disk.open(lent=self._lent)
+            except (TierError, OSError) as error:
+                with self._lock:
+                    disk.leave_alone(str(error))
+                failed.append(str(error))
+                continue
+            for rank, key in enumerate(held):
+                if any(other.holds(key) for other in self.disks[:at]):
+                    disk.well_tier.delete(key)
+                else:
+                    # of records without a stamp a disk's own order is known only
+                    stamp = disk.well_tier.stamp(key), rank / len(held)
+                    stamped.append((key, stamp))
+        if len(failed) == len(self.disks):
+            raise TierError("; ".join(failed))
+        for why in failed:
+            _LOG.warning("%s; the other disks serve without it, and it is tried again", why)
+        return coldest_first(stamped)
+
+    # ---- chunks ----------------------------------------------------------------------------------
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        keys, self._recovered = self._recovered, []
+        return keys
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+        self._try_again()
+        if self._of(key) is not None:
+            return True
+        tried = list[SetDisk]()
+        while (disk := self._chosen(tried)) is not None:
+            tried.append(disk)
+            if (call := self._begin(disk)) is None:
+                continue
+            held = False
+            try:
+                held = disk.well_tier.write(key, data, owner)
+            finally:
+                kept = self._end(disk, call, moved=held, wrote=key)
+            if held:
+                return kept
+        self._events.add("refused")
+        return False
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        disk = self._of(key)
+        if disk is None:
+            self._events.add("misses")
+            return None if any(disk.away and disk.holds(key) for disk in self.disks) else False
+        if (call := self._begin(disk)) is None:
+            return None
+        held = False
+        try:
+            held = disk.well_tier.read(key, into)
+        finally:
+            self._end(disk, call, moved=held)
+        return held
+
+    def may_read(self, key: ChunkKey) -> bool:
+        holding = [disk for disk in self.disks if disk.holds(key)]
+        return not holding or any(disk.well() for disk in holding)
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        self._try_again()
+        return next((at for at, key in enumerate(keys) if self._of(key) is None), len(keys))
+
+    def delete(self, key: ChunkKey) -> None:
+        for disk in self.disks:
+            if disk.holds(key) and (call := self._begin(disk, deleting=key)) is not None:
+                try:
+                    disk.well_tier.delete(key)
+                finally:
+                    self._end(disk, call, moved=False)
+
+    def lost_and_found(self) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
+        self._try_again()
+        with self._lock:
+            self._look()
+            lost, self._lost = self._lost, []
+            found, self._found = self._found, []
+        return lost, found
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        """A disk that hangs is as after a crash at the next start."""
+        order = list(coldest_first)
+        for disk in self.disks:
+            if not disk.well() and not disk.idle:
+                _LOG.warning("NVMe tier %s: it hangs, so it is not closed", disk.folder)
+            elif disk.tier is not None:
+                for key in disk.owed:
+                    disk.tier.delete(key)
+                disk.tier.close(order)
+
+    # ---- owners ----------------------------------------------------------------------------------
+
+    def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
+        whose = dict[ChunkKey, int]()
+        for disk in self.disks:
+            if (tier := disk.tier) is not None:
+                held = [key for key in keys if key in tier]
+                whose.update(zip(held, tier.owners(held), strict=True))
+        return [whose.get(key, UNOWNED) for key in keys]
+
+    def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
+        """Of the disks that are left alone: the Directory knows the others' chunks."""
+        going, away = list[ChunkKey](), [disk for disk in self.disks if disk.away]
+        for disk in away:
+            if (tier := disk.tier) is not None:
+                held = tier.held()
+                whose = zip(held, tier.owners(held), strict=True)
+                going += [key for key, one in whose if may(owner, one) and key not in disk.owed]
+        return going, all(disk.tier is not None for disk in away)
+
+    # ---- room ------------------------------------------------------------------------------------
+
+    def resize(self, chunks: int) -> int:
+        """Each disk keeps room for what it holds. The rest is divided by what they could have."""
+        tiers = [disk.tier for disk in self.disks if disk.tier is not None and not disk.away]
+        self._lent = self._lent or chunks < self.capacity
+        spare = max(0, chunks - sum(len(tier.held()) for tier in tiers))
+        most = sum(tier.capacity - len(tier.held()) for tier in tiers)
+        room = 0
+        for tier in tiers:
+            held = len(tier.held())
+            free = tier.capacity - held
+            mine = -(-spare * free // most) if most else 0
+            spare, most = spare - mine, most - free
+            room += tier.resize(held + mine)
+        return room
+
+    # ---- health ----------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        counts = Counter(self._events.values)
+        for disk in self.disks:
+            counts.update(disk.past)
+            if (tier := disk.tier) is not None:
+                counts.update(tier.counts)
+        return counts
+
+    @property
+    def nodes_away(self) -> Sequence[str]:
+        return [f"{disk.folder} ({disk.away})" for disk in self.disks if disk.away]
+
+    @property
+    def owed(self) -> int:
+        return sum(len(disk.owed) for disk in self.disks)
+
+    # ---- which disk ------------------------------------------------------------------------------
+
+    def _of(self, key: ChunkKey) -> SetDisk | None:
+        return next((disk for disk in self.disks if not disk.away and disk.holds(key)), None)
+
+    def _chosen(self, tried: Sequence[SetDisk]) -> SetDisk | None:
+        """The disk for one more chunk, of those with room. Each gets them at its pace: start-time
+        fair queueing (Goyal, Vin and Cheng, 1996). None: no other disk has room."""
+        with self._lock:
+            self._look()
+            able = [
+                disk
+                for disk in self.disks
+                if not disk.away and disk not in tried and disk.tier and disk.tier.free
+            ]
+            if not able:
+                return None
+            known = [one.pace_s for one in self.disks if one.pace_s]
+            usual_s = min(known, default=_FIRST_PACE_S)
+            late_s = _MOST_WAITED * usual_s
+            disk = min(able, key=lambda one: one.due + late_s * (one.calls >= one.most_calls))
+            self._turn = max(self._turn, disk.due)
+            disk.due = self._turn + (disk.pace_s or usual_s)
+            return disk
+
+    def _begin(self, disk: SetDisk, deleting: ChunkKey | None = None) -> int | None:
+        """A call to a disk begins as soon as it has fewer than its most. None: the disk is left
+        alone, and owes the deletion."""
+        with self._lock:
+            while True:
+                self._look()
+                if disk.away:
+                    if deleting is not None:
+                        disk.owed.add(deleting)
+                    return None
+                if disk.calls < disk.most_calls:
+                    return disk.begun()
+                disk.freed.wait(FROZEN_S)
+
+    def _end(self, disk: SetDisk, call: int, *, moved: bool, wrote: ChunkKey | None = None) -> bool:
+        """Whether the disk is still well. If not, it owes the deletion of what it was given."""
+        with self._lock:
+            disk.ended(call, moved=moved)
+            self._look()
+            if disk.away and moved and wrote is not None:
+                disk.owed.add(wrote)
+            return not disk.away
+
+    def _look(self) -> None:
+        """Under the lock: leave alone what fails."""
+        for disk in self.disks:
+            if not disk.away and (why := disk.fault()):
+                held = disk.leave_alone(why)
+                gone = set(held)
+                self._found = [key for key in self._found if key not in gone]
+                self._lost += held
+                self.capacity = sum(one.capacity for one in self.disks)
+                _LOG.warning(
+                    "NVMe tier %s: %s. It is left alone and tried again: its %d chunks are "
+                    "misses, and the other disks go on",
+                    disk.folder,
+                    why,
+                    len(held),
+                )
+
+    def _try_again(self) -> None:
+        """On a lane thread: try the disks whose time has come, one thread each."""
+        for disk in self.disks:
+            if not disk.away:
+                continue
+            with self._lock:
+                if not (disk.away and disk.idle and disk.breaker.allows()):
+                    continue
+                call = disk.begun()
+            held, why = self._tried(disk)
+            with self._lock:
+                disk.ended(call, moved=False)
+                if why:
+                    disk.away = why
+                    disk.breaker.fault()
+                    continue
+                disk.away, disk.due = "", self._turn
+                disk.breaker.ok()
+                self._found += held
+                self.capacity = sum(one.capacity for one in self.disks)
+            _LOG.warning("NVMe tier %s: it is back, with %d chunks", disk.folder, len(held))
+
+    def _tried(self, disk: SetDisk) -> tuple[Sequence[ChunkKey], str]:
+        others = [other for other in self.disks if other is not disk and not other.away]
+        try:
+            return disk.try_again(others, lent=self._lent), ""
+        except (TierError, OSError) as error:
+            return [], str(error)

@@ -1,0 +1,172 @@
+"""SetDisk: one disk of a :class:`~kvtier.tiers.nvme.disk_set.DiskSet`: its tier, the calls to it,
+its pace, and what becomes of it after a fault."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from threading import Condition
+
+from kvtier.core.chunk import ChunkKey
+from kvtier.core.errors import TierError
+from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
+from kvtier.tiers.nvme.tier import NvmeTier
+
+FROZEN_S = 2.0
+"""A call that lasts longer than this is one of a disk that does not answer."""
+_FIRST_CALLS, _PACE_CALLS = 16, 64
+"""Calls from which on a disk's pace is known, and calls that it is the average of."""
+_MOST_OUT = 4
+"""Factor by which one call may differ from the average."""
+
+
+class SetDisk:
+    """Guarded by the set's lock, but for what says otherwise. Only a disk that is well, or a call
+    that tries it again, has calls.
+
+    Args:
+        open_: makes the disk's tier, whose payloads are ``lent`` or reserved at once.
+        most_calls: calls at once. A disk that hangs holds so many threads of the lane.
+        freed: a condition on the set's lock.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        open_: Callable[[bool], NvmeTier],
+        most_calls: int,
+        freed: Condition,
+        clock: Callable[[], float],
+    ) -> None:
+        self.folder, self.most_calls, self.freed = folder, most_calls, freed
+        self._open, self._clock = open_, clock
+        self.breaker = Breaker(clock)
+        self.tier: NvmeTier | None = None
+        """None while it cannot be opened. Replaced only by the one call that tries it again."""
+        self.away = ""
+        """Why the disk is left alone. Empty: it is well."""
+        self.owed: set[ChunkKey] = set()
+        """Chunks to be deleted when it is well again."""
+        self.past: Counter[str] = Counter()
+        """Counts of its earlier tiers."""
+        self.due = 0.0
+        """The set's turn from which it gets the next chunk."""
+        self._pace_s, self._paced = math.inf, 0
+        self._begun: dict[int, float] = {}
+        self._calls = self._faults = 0
+        self.oldest = math.inf
+        """Start of the oldest call. Read without the lock."""
+        self._device: int | None = None
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Without the lock."""
+        tier = self.tier
+        return tier is not None and key in tier
+
+    def well(self) -> bool:
+        """Without the lock: it is not left alone, and answers."""
+        return not self.away and self._clock() - self.oldest < FROZEN_S
+
+    @property
+    def well_tier(self) -> NvmeTier:
+        """For a call, while which it is not replaced."""
+        assert self.tier is not None
+        return self.tier
+
+    @property
+    def idle(self) -> bool:
+        return not self._begun
+
+    @property
+    def calls(self) -> int:
+        return len(self._begun)
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds that it is busy with one chunk, once that is known."""
+        return self._pace_s if self._paced >= _FIRST_CALLS else None
+
+    @property
+    def capacity(self) -> int:
+        return self.tier.capacity if self.tier is not None and not self.away else 0
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def begun(self) -> int:
+        self._calls += 1
+        self._begun[self._calls] = now = self._clock()
+        self.oldest = min(self.oldest, now)
+        return self._calls
+
+    def ended(self, call: int, *, moved: bool) -> None:
+        """``moved``: a chunk was written or read."""
+        beside, now = len(self._begun), self._clock()
+        seconds = (now - self._begun.pop(call)) / beside
+        self.oldest = next(iter(self._begun.values()), math.inf)
+        self.freed.notify()
+        if self.away or self.tier is None:
+            return
+        counts = self.tier.counts
+        faults = counts["failed_reads"] + counts["failed_writes"]
+        if faults > self._faults:
+            self.breaker.fault()
+        elif moved:
+            self.breaker.ok()
+            self._paced = min(self._paced + 1, _PACE_CALLS)
+            sample = min(seconds, _MOST_OUT * self._pace_s)
+            before = 0.0 if self._paced == 1 else self._pace_s
+            self._pace_s = before + (sample - before) / self._paced
+        self._faults = faults
+
+    def fault(self) -> str:
+        """Why it has to be left alone from now on. Empty: it need not."""
+        if self._clock() - self.oldest >= FROZEN_S:
+            return f"a call has lasted {FROZEN_S:g} s"
+        if self.breaker.open:
+            return "its reads or writes fail: look at the kernel's log (dmesg)"
+        return "its folder was removed or replaced" if self.tier and self.tier.trouble else ""
+
+    def leave_alone(self, why: str) -> Sequence[ChunkKey]:
+        """Returns what it held."""
+        self.away = why
+        for _ in range(FAULTS_TO_OPEN):
+            self.breaker.fault()
+        self.freed.notify_all()
+        return self.tier.held() if self.tier is not None else []
+
+    # ---- without the lock, by one call at a time -------------------------------------------------
+
+    def open(self, *, lent: bool) -> Sequence[ChunkKey]:
+        """Open its folder. Returns what it holds, coldest first. Raises TierError."""
+        tier = self._open(lent)
+        self.tier, self._faults = tier, 0
+        self._device = os.stat(self.folder).st_dev
+        return tier.recovered()
+
+    def try_again(self, others: Iterable[SetDisk], *, lent: bool) -> Sequence[ChunkKey]:
+        """Open the folder again unless what is open works. Returns what it holds and none of
+        ``others`` does, coldest first. Raises TierError or OSError."""
+        if self.tier is not None and self.tier.works():
+            held: Sequence[ChunkKey] = self.tier.held()
+        else:
+            self._require_place()
+            if (old := self.tier) is not None:
+                self.tier = None
+                self.past.update({**old.counts, "lifetime_bytes": 0})
+                old.close(old.held())
+            held = self.open(lent=lent)
+            if not self.well_tier.works():
+                raise TierError("it was opened again, and cannot be read and written")
+        twice = {key for key in held if any(other.holds(key) for other in others)}
+        going, self.owed = self.owed | twice, set()
+        for key in going:
+            self.well_tier.delete(key)
+        return [key for key in held if key not in going]
+
+    def _require_place(self) -> None:
+        """Nothing may be made where the disk is not mounted. Raises TierError or OSError."""
+        if self._device is not None and self._device != os.stat(self.folder).st_dev:
+            raise TierError("its folder lies on another device now: restart to use that one")

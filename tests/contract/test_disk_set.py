@@ -1,0 +1,97 @@
+"""DiskSet: every promise of a tier, on disks of other sizes too, and which disk has what."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from kvtier.testing import check_tier
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
+from kvtier.tiers.nvme.tier import NvmeTier
+from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
+
+KEYS = LAYOUT.keys(range(40))
+
+
+def disks(place, slots, lent=False, **more):
+    places = [DiskPlace(place / f"disk{at}", room(each), 2) for at, each in enumerate(slots)]
+    return DiskSet(places, SLOT, lent, **more)
+
+
+def on_each(tier):
+    return [set(disk.tier.held()) for disk in tier.disks if disk.tier is not None]
+
+
+@pytest.mark.parametrize("slots", [[20], [20, 5], [9, 1, 4, 20, 7]])
+def test_keeps_every_promise_of_a_tier(tmp_path, slots):
+    def make():
+        shutil.rmtree(tmp_path / "set", ignore_errors=True)
+        return disks(tmp_path / "set", slots)
+
+    check_tier(make, chunk_bytes=SLOT, reopen=lambda: disks(tmp_path / "set", slots))
+
+
+def test_a_prompts_chunks_lie_on_all_disks_and_a_full_one_is_passed_over(tmp_path):
+    tier = disks(tmp_path, [4, 20, 20])
+    fill(tier, KEYS[:9])
+    assert min(map(len, on_each(tier))) >= 2
+    fill(tier, KEYS[9:])
+    assert len(on_each(tier)[0]) == 4
+    assert tier.capacity == 44 and sum(map(len, on_each(tier))) == 40
+    assert all(holds(tier, key) for key in KEYS)
+    tier.close()
+
+
+def test_a_folder_from_before_is_one_disk_of_a_set_and_a_disk_may_leave_it(tmp_path):
+    alone = NvmeTier(tmp_path / "disk0", room(20), SLOT)
+    fill(alone, KEYS[:9])
+    alone.close(KEYS[8::-1])
+    tier = disks(tmp_path, [20, 20])
+    assert tier.recovered() == KEYS[8::-1]
+    fill(tier, KEYS[9:20])
+    tier.close(KEYS[19::-1])
+    second = set(on_each(disks(tmp_path, [20, 20]))[1])
+    alone = NvmeTier(tmp_path / "disk0", room(20), SLOT)
+    assert set(alone.recovered()) == set(KEYS[:20]) - second and second
+    alone.close()
+
+
+def test_a_chunk_on_two_disks_is_kept_on_one(tmp_path):
+    for at in range(2):
+        one = NvmeTier(tmp_path / f"disk{at}", room(4), SLOT)
+        fill(one, KEYS[: at + 2])
+        one.close()
+    tier = disks(tmp_path, [4, 4])
+    assert sorted(tier.recovered()) == sorted(KEYS[:3])
+    assert sorted(map(len, on_each(tier))) == [1, 2]
+    tier.close()
+
+
+def test_what_is_lent_is_divided_by_what_each_disk_could_have(tmp_path):
+    tier = disks(tmp_path, [20, 5], lent=True)
+    assert not tier.write(KEYS[0], content(KEYS[0], SLOT)), "it has no room yet"
+    assert tier.resize(10) == 10
+    assert [disk.well_tier.free for disk in tier.disks] == [8, 2]
+    fill(tier, KEYS[:10])
+    assert tier.resize(4) == 10, "what holds chunks is not given back"
+    assert tier.resize(25) == 25
+    fill(tier, KEYS[10:25])
+    tier.close()
+
+
+def test_a_faster_disk_gets_more(tmp_path, monkeypatch):
+    now, write = [0.0], NvmeTier.write
+
+    def timed(tier, key, data, owner=0):
+        now[0] += 0.003 if tier is slow else 0.001
+        return write(tier, key, data, owner)
+
+    tier = disks(tmp_path, [400, 400], clock=lambda: now[0])
+    slow = tier.disks[0].well_tier
+    monkeypatch.setattr(NvmeTier, "write", timed)
+    fill(tier, LAYOUT.keys(range(320)))
+    few, many = map(len, on_each(tier))
+    assert 2.5 < many / few < 3.5
+    tier.close()

@@ -1,0 +1,292 @@
+"""One of several disks that fails, hangs, vanishes or comes back costs its chunks and no others,
+under a Store too."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+import kvtier.tiers.nvme.files
+from kvtier.core.errors import ConfigError, TierError
+from kvtier.core.lanes import Lane
+from kvtier.core.pool import Pool
+from kvtier.core.tenant import owner_of
+from kvtier.store.lower.lower_tier import TierSpec
+from kvtier.store.store import Store
+from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme import parts
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
+from kvtier.tiers.nvme.parts import NvmeSection
+from kvtier.tiers.nvme.set_disk import FROZEN_S
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.seam import Opening
+from tests.child_process import wait_for
+from tests.clock import Clock
+from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
+
+KEYS = LAYOUT.keys(range(40))
+BOTH = room(40)
+
+
+class FaultyDisks:
+    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`: payloads of ``bad`` folders give EIO,
+    and of ``hung`` ones neither come nor go."""
+
+    def __init__(self):
+        self.bad, self.hung = set[Path](), set[Path]()
+        self.goes = threading.Event()
+        self.waiting = 0
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def _meet(self, fd):
+        folder = Path(os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")).parent
+        if folder in self.hung:
+            self.waiting += 1
+            assert self.goes.wait(60)
+        if folder in self.bad:
+            raise OSError(errno.EIO, "simulated")
+
+    def pwritev(self, fd, parts, at):
+        self._meet(fd)
+        return os.pwritev(fd, parts, at)
+
+    def preadv(self, fd, parts, at):
+        self._meet(fd)
+        return os.preadv(fd, parts, at)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    faulty = FaultyDisks()
+    monkeypatch.setattr(kvtier.tiers.nvme.files, "os", faulty)
+    yield faulty
+    faulty.goes.set()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def opened(place, clock, slots=20):
+    places = [DiskPlace(place / f"disk{at}", room(slots), 2) for at in range(4)]
+    return DiskSet(places, SLOT, clock=clock)
+
+
+def of(tier, at):
+    return list(tier.disks[at].well_tier.held())
+
+
+def read(tier, key):
+    return tier.read(key, memoryview(bytearray(SLOT)))
+
+
+def fail(tier, faulty, at):
+    """Reads of a disk fail until it is left alone. Returns what it has then."""
+    faulty.bad.add(tier.disks[at].folder)
+    for key in of(tier, at)[:3]:
+        assert tier.may_read(key) and not read(tier, key)
+    assert tier.disks[at].away
+    return of(tier, at)
+
+
+def test_a_disk_that_fails_is_left_alone_and_comes_back(tmp_path, faulty, clock, caplog):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    left = fail(tier, faulty, 1)
+    folder = str(tier.disks[1].folder)
+    assert tier.capacity == 60
+    assert tier.nodes_away == [
+        f"{folder} (its reads or writes fail: look at the kernel's log (dmesg))"
+    ]
+    assert set(left) == set(tier.lost_and_found()[0])
+    assert not any(tier.may_read(key) for key in left)
+    assert {read(tier, key) for key in left} == {None}
+    others = [key for at in (0, 2, 3) for key in of(tier, at)]
+    assert all(holds(tier, key) for key in others)
+    clock.now += 1
+    assert tier.lost_and_found() == ([], []), "it was tried, and still fails"
+    faulty.bad.clear()
+    clock.now += 60
+    assert tier.find(left) == len(left) and not tier.nodes_away
+    lost, found = tier.lost_and_found()
+    assert not lost and set(found) == set(left) and tier.capacity == 80
+    assert all(holds(tier, key) for key in left)
+    assert "it is back" in caplog.text
+    tier.close()
+
+
+def test_a_write_that_fails_goes_to_another_disk(tmp_path, faulty, clock):
+    tier = opened(tmp_path, clock)
+    faulty.bad = {tmp_path / "disk0", tmp_path / "disk3"}
+    fill(tier, KEYS)
+    assert [bool(disk.away) for disk in tier.disks] == [True, False, False, True]
+    assert [len(of(tier, at)) for at in (1, 2)] == [20, 20]
+    assert tier.capacity == 40 and not tier.write(LAYOUT.keys([99])[0], content(KEYS[0], SLOT))
+    tier.close()
+
+
+def test_what_is_deleted_while_its_disk_is_away_does_not_come_back(tmp_path, faulty, clock):
+    tier = opened(tmp_path, clock)
+    mine, others = (owner_of(bytes(32), name) for name in ("mine", "others"))
+    for at, key in enumerate(KEYS):
+        assert tier.write(key, content(key, SLOT), mine if at % 3 else others)
+    left = fail(tier, faulty, 1)
+    going, whole = tier.held_of(mine)
+    assert whole and set(going) <= set(left) and going
+    for key in going:
+        tier.delete(key)
+    assert tier.owed == len(going)
+    anew = next(key for key in left if key not in going)
+    fill(tier, [anew])
+    faulty.bad.clear()
+    clock.now += 60
+    found = tier.lost_and_found()[1]
+    assert set(found) == set(left) - {*going, anew} and not tier.owed
+    assert {read(tier, key) for key in going} == {False} and holds(tier, anew)
+    assert sum(anew in disk.well_tier for disk in tier.disks) == 1
+    tier.close()
+
+
+def test_a_disk_that_hangs_holds_its_threads_and_no_others(tmp_path, faulty, clock):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    hung = of(tier, 2)
+    faulty.hung.add(tier.disks[2].folder)
+    lane = Lane("disks", 8, urgent_bound=100, bound=100)
+    for key in hung[:6]:
+        lane.submit(lambda key=key: read(tier, key))  # type: ignore[misc]
+    wait_for(lambda: faulty.waiting == 2, "two calls hang, the others wait for their turn")
+    assert all(holds(tier, key) for at in (0, 1, 3) for key in of(tier, at)[:3])
+    clock.now += FROZEN_S
+    assert not any(tier.may_read(key) for key in hung)
+    assert read(tier, hung[-1]) is None and faulty.waiting == 2
+    wait_for(lambda: tier.disks[2].calls == 2 and lane.queued == (0, 0), "the others gave up")
+    clock.now += 60
+    tier.delete(hung[-1])
+    assert tier.lost_and_found()[1] == [] and faulty.waiting == 2, "tried while calls hang in it"
+    faulty.hung.clear()
+    faulty.goes.set()
+    wait_for(lambda: tier.disks[2].idle, "the calls ended")
+    assert tier.lost_and_found()[1] == hung[:-1]
+    assert lane.close(5.0)
+    tier.close()
+
+
+@pytest.mark.parametrize("fate", ["removed", "replaced", "moved away and back"])
+def test_a_folder_that_vanishes_and_comes_back(tmp_path, clock, fate):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    folder, aside = tier.disks[3].folder, tmp_path / "aside"
+    left = of(tier, 3)
+    folder.rename(aside)
+    if fate == "replaced":
+        NvmeTier(folder, room(20), SLOT).close()
+    read(tier, left[0])
+    assert tier.capacity == 60 and tier.nodes_away == [
+        f"{folder} (its folder was removed or replaced)"
+    ]
+    clock.now += 60
+    if fate == "removed":
+        assert not tier.find(left) and not folder.exists(), "made on a disk that may not be there"
+        shutil.rmtree(aside)
+        folder.mkdir(mode=0o700)
+    elif fate != "replaced":
+        aside.rename(folder)
+    clock.now += 60
+    assert tier.find([left[0]]) == (fate == "moved away and back")
+    assert tier.capacity == 80 and not tier.nodes_away
+    held = set(tier.lost_and_found()[1])
+    assert held == (set(left) if fate == "moved away and back" else set())
+    tier.close()
+
+
+def test_a_disk_that_cannot_be_opened_costs_itself(tmp_path, clock, caplog):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    first = of(tier, 0)
+    tier.close(KEYS)
+    aside = (tmp_path / "disk0").rename(tmp_path / "aside")
+    (tmp_path / "disk0").write_bytes(b"")
+    tier = opened(tmp_path, clock)
+    assert set(tier.recovered()) == set(KEYS) - set(first) and tier.capacity == 60
+    assert "disk0" in caplog.text and "the other disks serve without it" in caplog.text
+    (tmp_path / "disk0").unlink()
+    aside.rename(tmp_path / "disk0")
+    clock.now += 60
+    assert set(tier.lost_and_found()[1]) == set(first) and tier.capacity == 80
+    tier.close()
+    for at in range(4):
+        shutil.rmtree(tmp_path / f"disk{at}")
+        (tmp_path / f"disk{at}").write_bytes(b"")
+    with pytest.raises(TierError, match=r"disk0.*disk3"):
+        opened(tmp_path, clock)
+
+
+def test_folders_that_cannot_be_one_tier_are_named_before_any_is_opened(tmp_path):
+    around = Opening(SLOT, b"")
+
+    def section(*folders, size=BOTH):
+        return NvmeSection(path=",".join(map(str, folders)), bytes_=size)
+
+    one, other, link = tmp_path / "one", tmp_path / "other", tmp_path / "link"
+    other.mkdir(mode=0o700)
+    link.symlink_to(other)
+    for folders in ((one, one), (one, one / "below"), (other, link)):
+        with pytest.raises(ConfigError, match=f"{folders[0]} and {folders[1]}, which are one"):
+            parts.away(section(*folders))
+    with pytest.raises(ConfigError, match="2 sizes for 3 folders"):
+        parts.away(section(one, other, tmp_path / "third", size="1B,2B"))
+    other.chmod(0o777)
+    with pytest.raises(TierError, match=f"{other}.*mode 0777"):
+        parts.open(section(one, other), around)
+    assert not one.exists()
+    other.chmod(0o700)
+    used = NvmeTier(other, room(4), SLOT)
+    with pytest.raises(TierError, match=f"{other}: in use by"):
+        parts.open(section(one, other), around)
+    used.close()
+    both = parts.open(section(one, other), around)
+    assert "lie on one device" in both.said and both.threads >= 2
+    assert sum((each / "slots.kvtier").stat().st_size for each in (one, other)) <= BOTH
+    both.tier.close()
+
+
+def test_a_store_writes_on_when_a_disk_is_gone_and_has_its_chunks_again(tmp_path, faulty, clock):
+    tier, pool = opened(tmp_path, clock, slots=5), Pool(4, SLOT)
+    lane = Lane("nvme", 2, urgent_bound=100, bound=100)
+    store = Store(pool, [TierSpec(tier, lane)])
+
+    def save(keys):
+        for key in keys:
+            lease = store.save([key])
+            for slot in lease.slots:
+                pool.view(slot)[:] = content(key, SLOT)
+            lease.commit()
+            wait_for(lambda: lane.is_idle, "written")
+
+    def held():
+        return set(store.lower[0].chunks.order)
+
+    save(KEYS[:20])
+    faulty.bad.add(tier.disks[1].folder)
+    left = set(of(tier, 1))
+    for key in of(tier, 1)[:3]:
+        assert store.lower[0].try_read(key) is None
+    save(KEYS[20:40])
+    assert store.capacities == [15] and len(held()) == 15
+    assert all(holds(tier, key) for key in held())
+    assert store.stats()["nvme_store_failed"] == 0
+    faulty.bad.clear()
+    clock.now += 60
+    store.lower[0].sweep()
+    assert store.capacities == [20] and held() & left
+    assert all(holds(tier, key) for key in held())
+    assert store.close(5.0)
