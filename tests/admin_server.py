@@ -18,14 +18,7 @@ from kvtier.client.client import Client
 from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import kvtier
-from tests.server_process import (
-    OTHER,
-    ServerProcess,
-    attached,
-    run,
-    save,
-    short_folder,
-)
+from tests.server_process import OTHER, ServerProcess, attached, run, save, short_folder
 
 NVME = 1 << 20
 TOKEN = "0123456789abcdef0123456789abcdef"

@@ -49,10 +49,7 @@ def fence(tmp_path: Path, memory: int, disk_bytes: int) -> Iterator[tuple[Path, 
     Gives the disk, which a process inside sees as ``/tmp``, and the shell words that put a process
     inside.
     """
-    with (
-        memory_cgroup(memory, inner=False) as group,
-        ext4(tmp_path / "disk", disk_bytes) as disk,
-    ):
+    with memory_cgroup(memory, inner=False) as group, ext4(tmp_path / "disk", disk_bytes) as disk:
         steps = [f"echo $$ > {group}/cgroup.procs"]
         for place in PLACES:
             if ROOT.is_relative_to(place):  # what is tested stays where it was

@@ -30,14 +30,7 @@ from tests.child_process import wait_for
 from tests.descriptors import descriptors
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 from tests.server_process import SLOT as SERVED_SLOT
-from tests.server_process import (
-    ServerProcess,
-    attached,
-    load,
-    run,
-    save,
-    short_folder,
-)
+from tests.server_process import ServerProcess, attached, load, run, save, short_folder
 
 ROOM = room(8)
 KEYS = LAYOUT.keys(range(8))
@@ -234,10 +227,7 @@ def test_a_folder_that_kvtier_makes_itself_may_lie_where_everybody_writes(open_p
     assert [
         stat.S_IMODE(each.stat().st_mode)
         for each in (open_place / "deep", open_place / "deep" / "tier")
-    ] == [
-        0o700,
-        0o700,
-    ]
+    ] == [0o700, 0o700]
     assert check(open_place / "deep" / "tier").good == len(KEYS)
 
 

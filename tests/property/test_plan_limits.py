@@ -58,8 +58,7 @@ MODEL = st.builds(
     ),
 )
 ENGINE = st.builds(
-    Serving,
-    *map(maybe, (FEW, FEW, FEW, YES, FEW, FEW, st.integers(0, 10**7), SIZE, YES)),
+    Serving, *map(maybe, (FEW, FEW, FEW, YES, FEW, FEW, st.integers(0, 10**7), SIZE, YES))
 )
 FACTS = st.builds(
     Facts,

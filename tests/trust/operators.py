@@ -98,11 +98,7 @@ class CosmicRay:
 
     def __init__(self, tool: Path, place: Path, module: str) -> None:
         self._tool, self._place = tool, place
-        self._environment = {
-            **os.environ,
-            "PYTHONPATH": str(place),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        self._environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
         self._session, self._config = f"{Path(module).name}.sqlite", f"{Path(module).name}.toml"
         self._socket = place / f"{Path(module).name}.sock"
         self._words = [*PYTEST[2:], *_WITHOUT, "--hypothesis-seed=0", *TESTS[module]]

@@ -5,15 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.trust.identity import adapters, media, weights
-from tests.trust.identity.rows import (
-    CONTROL,
-    Base,
-    Row,
-    config,
-    engine,
-    family,
-    file_changed,
-)
+from tests.trust.identity.rows import CONTROL, Base, Row, config, engine, family, file_changed
 
 _V = "model.layers.0.self_attn.v_proj.weight"
 

@@ -30,12 +30,7 @@ def seen(value):
 
 def memory(available, cgroup=None, **more):
     """Sizes in GiB. ``cgroup`` None = no limit."""
-    fields: dict[str, Any] = {
-        "memlock": UNLIMITED,
-        "shm": 64 * GIB,
-        "cpus": 8,
-        **more,
-    }
+    fields: dict[str, Any] = {"memlock": UNLIMITED, "shm": 64 * GIB, "cpus": 8, **more}
     return Memory(
         total=seen(int(available * 1.05 * GIB)),
         available=seen(int(available * GIB)),

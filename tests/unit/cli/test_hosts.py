@@ -20,10 +20,7 @@ THREE = Config().with_keys(server="unix:///run/kvtier.sock,tcp://b:9600,tcp://c:
         ("m", []),
         ("m --nnodes 3", ["unix:///run/kvtier.sock"]),
         ("m --nnodes=3 --node-rank 0", ["unix:///run/kvtier.sock"]),
-        (
-            "m --nnodes 3 --node-rank 2 --headless",
-            ["unix:///run/kvtier.sock", "tcp://c:9600"],
-        ),
+        ("m --nnodes 3 --node-rank 2 --headless", ["unix:///run/kvtier.sock", "tcp://c:9600"]),
         ("m -n 3 -r 1", ["unix:///run/kvtier.sock", "tcp://b:9600"]),
     ],
 )

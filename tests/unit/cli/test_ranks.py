@@ -127,11 +127,7 @@ def test_a_server_that_dies_comes_back_and_a_killed_engine_takes_it_along(short)
     [
         ((), {}, "none"),
         (("-dp", "2"), {"KVTIER_SERVER": "unix:///run/mine/kvtier.sock"}, None),
-        (
-            ("-dp", "2", "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'),
-            {},
-            "none",
-        ),
+        (("-dp", "2", "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'), {}, "none"),
     ],
 )
 def test_who_has_a_server_or_needs_none_gets_no_other(short, words, env, address):

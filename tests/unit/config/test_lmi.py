@@ -121,12 +121,7 @@ def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_pa
 def test_the_word_must_be_a_flag_and_is_no_key():
     assert [
         replaces_lmcache({"KVTIER_REPLACE_LMCACHE": text}) for text in ("1", "true", "0", "")
-    ] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    ] == [True, True, False, False]
     with pytest.raises(
         ConfigError, match="KVTIER_REPLACE_LMCACHE='perhaps': expected true or false"
     ):

@@ -336,10 +336,7 @@ def test_a_server_tells_what_wears_its_disk(tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("limit", "written_at_once"),
-    [(None, 3), (1 << 40, 0)],
-)
+@pytest.mark.parametrize(("limit", "written_at_once"), [(None, 3), (1 << 40, 0)])
 def test_with_a_limit_chunks_are_written_when_ram_drops_them(tmp_path, limit, written_at_once):
     config = Config().with_keys(
         ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=limit

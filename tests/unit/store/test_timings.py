@@ -112,11 +112,7 @@ def test_a_load_that_needs_a_lower_tier_is_that_tiers_and_its_promotions_have_th
         only(timings.of("load_wait")),
         only(timings.of("load", name)),
         sum(timings.of("load", "ram").counts),
-    ) == (
-        1.5,
-        5.5,
-        0,
-    )
+    ) == (1.5, 5.5, 0)
 
 
 def test_a_load_without_a_hit_is_none(bench):
