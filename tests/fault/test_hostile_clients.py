@@ -5,7 +5,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -24,7 +23,7 @@ from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.attack.clients import enter_raw, far
 from tests.attack.stage import own_mib
-from tests.child_process import DEADLINE_S, most_lines, wait_for
+from tests.child_process import most_lines, wait_for
 from tests.feeding import feed
 from tests.loop_server import served, until
 from tests.server_process import SLOT, at_rest, attached, load, run, save, serving
@@ -162,31 +161,6 @@ def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_mem
             assert last_words(sock) != ""
     assert 1 <= server.said().count("dropped") <= most_lines(10, 10.0, begun)
     assert own_mib(server.pid) - before < 20
-
-
-def test_connections_are_bounded_and_those_there_are_served():
-    with serving(patient=True) as server, attached(server.access()) as client:
-        save(client, run(7, 5))
-        with ExitStack() as stack:
-            sockets = []
-            for _ in range(600):
-                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-                sockets.append(sock)
-                sock.connect(str(server.socket))  # waits for a place in the backlog
-                sock.settimeout(DEADLINE_S)
-            assert sockets[0].recv(100) != b""
-            assert sockets[-1].recv(100) == b"", "closed at once"
-            assert load(client, run(7, 5)) == ["ram"] * 5
-        wait_for(lambda: _may_enter(server), "room again")
-        at_rest(client)
-        assert client.counts["lost"] == 0
-
-
-def _may_enter(server):
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(DEADLINE_S)
-        sock.connect(str(server.socket))
-        return sock.recv(100) != b""
 
 
 # ---- who comes in, and how long it may take ------------------------------------------------------

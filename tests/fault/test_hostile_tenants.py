@@ -187,43 +187,6 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(stack, end
             assert load(neighbour, others) == ["redis" if lost == "nvme" else "nvme"] * len(others)
 
 
-@pytest.mark.redis
-def test_a_tenant_is_erased_in_a_redis_where_another_server_wrote(stack):
-    redis = stack.enter_context(RedisServer())
-    settings = {
-        "redis_url": redis.url,
-        "redis_bytes": 1 << 20,
-        "patient": True,
-        "nvme_path": None,
-        "nvme_bytes": None,
-    }
-    writer, eraser = (
-        stack.enter_context(AdminServer(stack.enter_context(short_folder()), **settings))
-        for _ in "12"
-    )
-    other = HOSTILE["in a namespace of its own"]
-    theirs, others = VICTIM.keys(TOKENS), other.keys(TOKENS)
-    with (
-        attached(other.access(eraser.address)) as here,
-        attached(VICTIM.access(writer.address)) as client,
-        attached(other.access(writer.address)) as neighbour,
-    ):
-        save(client, theirs)
-        save(neighbour, others)
-        wait_for(lambda: held(client.stats(), "redis") == 12, "in Redis")
-        assert load(here, others[:2]) == ["redis"] * 2, "some it has asked for"
-        done = eraser.clear(namespace="acme")
-        assert (done["complete"], done["chunks"]) == (True, len(theirs))
-        assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
-        again = eraser.ask("POST", "/v1/clear", {"namespace": "acme"})
-        assert (again.status, "no chunk of it was found" in again.text) == (404, True), (
-            "nothing of it is left"
-        )
-        assert load(here, others) == ["ram"] * 2 + ["redis"] * 4
-        assert eraser.clear(everything=True)["complete"]
-        assert names_in(redis, theirs + others) == [False] * 12
-
-
 def names_in(redis, keys):
     with redis.admin() as behind:
         names = b" ".join(behind.scan_iter()).decode()

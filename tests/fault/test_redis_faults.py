@@ -2,19 +2,16 @@
 forget, it never lies."""
 
 import logging
-import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import TierError
-from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.breaker import FAULTS_TO_OPEN
-from kvtier.tiers.redis.layout import CHECKSUM_BYTES, Form
+from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S
@@ -32,8 +29,6 @@ from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
 pytestmark = pytest.mark.redis
 
-SHORT_S = 0.2
-"""Time-out of a tier whose server is never well."""
 LONG_WAIT_S = 100.0
 """More than any back-off."""
 NAMES = FORM.names(KEYS[0], CHUNK_BYTES)
@@ -352,69 +347,6 @@ def test_a_key_of_another_type_is_a_fault_not_a_crash(server):
     assert holds(tier, KEYS[0])
 
 
-# ---- a server that is none -----------------------------------------------------------------------
-
-
-@contextmanager
-def impostor(answer):
-    """The URL of a server that does ``answer`` to whoever connects."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            with client:
-                try:
-                    asked = client.recv(1 << 16)
-                    if (
-                        b"\r\nINFO\r\n" not in asked
-                    ):  # how every start begins; not this test's affair
-                        answer(client)
-                except OSError:
-                    continue
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join()
-
-
-def dripping(client):
-    """The header as asked for, then the first part a byte at a time: slower than any time-out of a
-    single byte."""
-    header = FORM.header(KEYS[0], CHUNK_BYTES, bytes(CHECKSUM_BYTES), UNOWNED)
-    client.sendall(b"$%d\r\n%s\r\n$%d\r\n" % (len(header), header, PART_BYTES))
-    stop = threading.Event()
-    while not stop.wait(0.02):
-        client.sendall(b"x")
-
-
-def babbling(client):
-    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
-
-
-def endless_line(client):
-    client.sendall(b"-" + b"x" * 100_000)
-
-
-@pytest.mark.parametrize("answer", [dripping, babbling, endless_line])
-def test_a_server_that_answers_nonsense_is_a_miss_in_bounded_time(answer):
-    with impostor(answer) as url:
-        servers = RedisServers(url, timeout_s=SHORT_S)
-        into = memoryview(bytearray(CHUNK_BYTES))
-        tier = RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock())
-        assert not tier.read(KEYS[0], into)
-        assert tier.counts["failed_reads"] + tier.counts["corrupt"] == 1
-        tier.close()
-
-
 # ---- logins and TLS ------------------------------------------------------------------------------
 
 
@@ -491,19 +423,6 @@ def test_tls_with_a_ca_that_did_not_sign_the_server_is_refused():
 def test_a_cluster_url_to_a_server_that_is_none_is_said_at_the_start(server):
     with pytest.raises(TierError, match="no Redis Cluster; write redis://"):
         server.tier(f"redis+cluster://127.0.0.1:{server.port}")
-
-
-def test_a_cluster_that_is_not_there_is_no_error():
-    tier = RedisTier(
-        RedisServers(f"redis+cluster://127.0.0.1:{free_port()}"),
-        FORM,
-        1 << 20,
-        CHUNK_BYTES,
-        clock=Clock(),
-    )
-    assert not write(tier, 0)
-    assert tier.recovered() == []
-    tier.close()
 
 
 def test_parts_that_hold_redis_for_long_are_not_sent():

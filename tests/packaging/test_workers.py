@@ -1,7 +1,6 @@
 """Commands of make for tests and their set-up: what runs where, in two workers, on test files made
 up for it, and what is printed."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import BOTH_RUNNERS
 from tests.rooms import rooms
 from tests.workers import DECIDING, LONGEST, WHOLE
 
@@ -106,14 +104,6 @@ def test_what_make_test_leaves_out_runs_in_the_rest_and_all_has_both(words, many
     assert f"{many} passed" in run(tmp_path, "-m", words)
 
 
-def test_make_shows_saves_loads_a_restart_and_failed_loads_on_both_runners():
-    core = [mode for mode in BOTH_RUNNERS.args[1] if "core" in [mark.name for mark in mode.marks]]
-    assert [mode.values[0].name for mode in core] == ["V2 async", "V1"]
-    text = (ROOT / "tests/integration/test_vllm.py").read_text()
-    for name in ("second_round_is_served", "a_restarted_engine_is_warm", "failed_loads_are"):
-        assert f"@BOTH_RUNNERS\ndef test_{name}" in text
-
-
 def make(*words):
     return subprocess.run(
         ["make", "--no-print-directory", *words],
@@ -132,72 +122,3 @@ def test_a_room_has_its_tests_and_one_that_is_none_is_an_error_that_lists_them()
     assert done.returncode and said[0].startswith("make test-room: ROOM=stroe is no room; expected")
     assert "eviction, " in said[0] and "tiers/nvme" in said[0]
     assert len(said) == 2 and re.match(r"make(\[\d+\])?: \*\*\*", said[1])
-
-
-def test_help_is_by_kind_and_fits_in_100_columns():
-    lines = make("help").stdout.splitlines()
-    assert [line for line in lines if len(line) > 100] == []
-    kinds = [line for line in lines if line and not line.startswith(" ")]
-    assert kinds == ["Try it", "Test", "Check", "Measure", "Set up and build"]
-    named = {line.split()[1] for line in lines if line.startswith("  make ")}
-    assert {"demo", "demo-all", "test", "test-all", "test-room", "lint", "wheel"} <= named
-
-
-def step(log, *command):
-    words: list[str] = [str(ROOT / "requirements/step"), str(log), "the thing", *command]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
-
-
-def test_a_step_of_a_set_up_is_a_line_and_its_noise_is_in_a_file(tmp_path):
-    log = tmp_path / "set-up/thing.log"
-    done = step(log, "bash", "-c", "echo WARNING: Location; echo more >&2")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "set-up: the thing ... 0 s\n", "")
-    assert log.read_text() == "WARNING: Location\nmore\n"
-
-
-def test_a_step_that_fails_shows_the_end_of_its_log_and_its_name(tmp_path):
-    log = tmp_path / "thing.log"
-    done = step(log, "bash", "-c", "seq 100; echo no such package >&2; exit 3")
-    assert done.returncode == 3
-    first, *shown = done.stdout.splitlines()
-    assert first.startswith("set-up: the thing ... failed after ") and first.endswith(f", {log}:")
-    assert shown == [*(str(line) for line in range(87, 101)), "no such package"]
-
-
-def test_the_recipes_of_set_up_leave_no_output_of_pip_or_apt_to_the_terminal():
-    lines = (ROOT / "Makefile").read_text().replace("\\\n", " ").splitlines()
-    noisy = [line for line in lines if re.match(r"\t.*(-m pip |\(PIP\)|\(APT\))", line)]
-    assert noisy and [line for line in noisy if "$(STEP)/" not in line] == []
-
-
-def test_no_file_that_comes_first_has_a_test_that_waits_for_the_host():
-    """The other worker would be in the middle of minutes then."""
-    assert [name for name in LONGEST if "mark.alone" in (ROOT / name).read_text()] == []
-
-
-MAKE = """#!/bin/bash
-echo "${@: -1}" >> ran
-case "${@: -1}" in
-test) echo "==== 1 failed, 7 passed in 3.21s ===="; echo "nanobind: leaked 4 instances!"; exit 2 ;;
-test-rest) echo "==== 9 passed in 75.02s (0:01:15) ====";;
-esac
-"""
-
-
-def test_the_last_lines_of_a_whole_run_are_the_summaries(tmp_path):
-    """The rest runs where something has failed already, and the failure is the status."""
-    run, tool = tmp_path / ".ci/run", tmp_path / "bin/make"
-    for file, text in ((run, (ROOT / ".ci/run").read_text()), (tool, MAKE)):
-        file.parent.mkdir()
-        file.write_text(text)
-        file.chmod(0o755)
-    path = f"{tool.parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [run], env={"PATH": path}, capture_output=True, text=True, check=False, cwd="/"
-    )
-    assert (tmp_path / "ran").read_text().split() == ["set-up", "test", "test-rest"]
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-2:] == [
-        "==== 1 failed, 7 passed in 3.21s ====",
-        "==== 9 passed in 75.02s (0:01:15) ====",
-    ]

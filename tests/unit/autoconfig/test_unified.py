@@ -42,28 +42,20 @@ def machine(folder, files):
 
 SHARED = {
     "GB10": ({f"{DRIVER}/information": "Model: \t NVIDIA GB10\nIRQ: 1\n"}, "NVIDIA GB10"),
-    "DGX Spark without its driver": (
-        {"sys/class/dmi/id/product_name": "NVIDIA_DGX_Spark\n"},
-        "GB10 (NVIDIA_DGX_Spark)",
-    ),
-    "Jetson": (
-        {
-            "proc/device-tree/compatible": "nvidia,p3737-0000+p3701-0005\0nvidia,tegra234\0",
-            "proc/device-tree/model": f"{JETSON}\0",
-        },
-        JETSON,
-    ),
-    "Jetson in a container, which hides the device tree": (
-        {"sys/devices/soc0/family": "Tegra\n", "sys/devices/soc0/machine": f"{JETSON}\n"},
-        JETSON,
-    ),
+    "DGX Spark without its driver": ({"sys/class/dmi/id/product_name": "NVIDIA_DGX_Spark\n"},
+        "GB10 (NVIDIA_DGX_Spark)"),
+    "Jetson": ({"proc/device-tree/compatible": "nvidia,p3737-0000+p3701-0005\0nvidia,tegra234\0",
+            "proc/device-tree/model": f"{JETSON}\0"},
+        JETSON),
+    "Jetson in a container, which hides the device tree": ({"sys/devices/soc0/family": "Tegra\n",
+            "sys/devices/soc0/machine": f"{JETSON}\n"},
+        JETSON),
     "Jetson Thor": ({f"{DRIVER}/information": "Model: \t NVIDIA Thor\n"}, "NVIDIA Thor"),
     "Strix Halo": ({f"{KFD}/0/properties": AMD_CPU, f"{KFD}/1/properties": HALO}, "AMD Strix Halo"),
-    "MI300A": (
-        {f"{KFD}/{node}/properties": text for node, text in enumerate([AMD_CPU, MI300A, MI300A])},
-        "AMD MI300A",
-    ),
-}
+    "MI300A": ({f"{KFD}/{node}/properties": text for node, text in enumerate([AMD_CPU, MI300A,
+            MI300A])},
+        "AMD MI300A"),
+}  # fmt: skip
 APART: dict[str, dict[str, str]] = {
     "nothing": {},
     "H100": {f"{DRIVER}/information": "Model: \t NVIDIA H100 80GB HBM3\n"},

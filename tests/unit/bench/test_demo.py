@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench import command
 from kvtier.bench.demo import Costs, Demo
 from tests.child_process import DEADLINE_S
 
@@ -180,27 +179,6 @@ def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(tmp_path, numbe
     assert alive(tmp_path) == []
 
 
-def test_long_doc_qa_keeps_its_arms_too(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    words = ["qa", "--model", str(tmp_path), "--arms", "none,kvtier-ram", "--settle-seconds", "0"]
-    with started(tmp_path, words, up=1) as process:
-        said = until(process, "kvtier-ram: server starts ...")
-        process.terminate()
-        status, rest = ended(process)
-    assert "arm 1 of 2, none: vLLM alone" in said and "none: query 16/16" in said
-    assert "warm-up 8" not in said, "what caches nothing has nothing to fill"
-    assert status == 128 + signal.SIGTERM and "none" in rest
-    assert arms(tmp_path) == {"none"}
-
-
-def test_flags_of_long_doc_qa_want_all(capsys):
-    from kvtier.bench import demo
-
-    with pytest.raises(SystemExit):
-        demo.main(["--num-documents", "2"])
-    assert "--num-documents: flags of Long Doc QA go with --all" in capsys.readouterr().err
-
-
 STORY = ["kvtier-ram", "kvtier-nvme-restart", "none"]
 
 
@@ -224,15 +202,3 @@ def test_documents_and_arms_are_those_for_which_there_is_time(
     said = capsys.readouterr().err
     assert f" about {minutes}: {', '.join(arms)}\n" in said
     assert args.document_length == tokens and f"3 documents of {tokens:,} tokens" in said
-
-
-def test_a_long_round_says_how_far_it_is(monkeypatch, capsys):
-    clock = iter([0.0, 10.0, 31.0, 40.0, 62.0, 70.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    with command.progress_bars() as progress:
-        assert progress.disable, "pytest's standard error is no terminal"
-        step = command.stepping(progress, "none: query", 5)
-        for _ in range(5):
-            step()
-    said = [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert said == ["none: query 2/5, 31 s", "none: query 4/5, 62 s", "none: query 5/5, 70 s"]

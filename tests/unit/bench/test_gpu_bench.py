@@ -5,7 +5,6 @@ import torch
 
 from kvtier.bench.gpu import __main__ as command
 from kvtier.bench.gpu import copies
-from kvtier.bench.gpu.compute import measure_slowdown
 from kvtier.bench.gpu.copies import measure_copies
 
 CPU = torch.device("cpu")
@@ -41,15 +40,3 @@ def test_every_row_of_copies_stands_beside_its_limit():
     assert [row.name for row in rows] == [f"{one}: {what}" for one in shapes for what in each]
     speeds = [row for row in rows if row.unit == "GB/s"]
     assert len(speeds) == 4 and all(row.value and row.ratio and row.limit for row in speeds)
-
-
-def test_wrong_bytes_stop_the_benchmark(monkeypatch):
-    monkeypatch.setattr(copies.Paged, "save", lambda _: None)
-    with pytest.raises(SystemExit, match="not what was saved"):
-        measure_copies(["7B"], 1024, 2, CPU)
-
-
-def test_slowdown_is_of_the_whole_run(monkeypatch):
-    monkeypatch.setattr("kvtier.bench.gpu.compute.WEIGHTS", {"7B": 1.0, "8B": 1.0})
-    rows = measure_slowdown(["7B", "8B"], 2, CPU, width=64)
-    assert [(row.unit, row.limit) for row in rows] == [("%", 3.0)] * 2

@@ -5,7 +5,6 @@ import argparse
 import csv
 import json
 import struct
-import sys
 from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench import report
 from kvtier.bench.flags import chosen
 from kvtier.bench.long_doc_qa import run as long_doc_qa
-from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Sizes, filled, server_args
-from kvtier.bench.long_doc_qa.report import Round, Summary, draw, summarise, verdict
+from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Sizes, server_args
+from kvtier.bench.long_doc_qa.report import Round, summarise, verdict
 from kvtier.bench.long_doc_qa.run import add_arguments
 from kvtier.bench.long_doc_qa.work import PRESETS, Workload
 from kvtier.bench.processes import servers
@@ -64,12 +62,6 @@ def test_repeat_modes_order_the_documents(mode, expected):
     assert len({tuple(ask.prompt) for ask in asks}) == 6
 
 
-def test_unseen_documents_come_between_the_queries():
-    asks = work(4, hit_miss_ratio=(2, 1)).queries()
-    assert [ask.is_miss for ask in asks] == [False, False, True] * 2
-    assert len({ask.document for ask in asks}) == 6
-
-
 # -- arms ------------------------------------------------------------------------------------------
 
 SIZES = Sizes(work(8, repeat_count=2), Geometry(16, 32, 2**16))
@@ -82,16 +74,6 @@ def test_only_the_bound_arm_keeps_the_documents_on_the_gpu():
     assert len(set(blocks.values())) == 1
     connected = {one for one in ARMS if "--kv-transfer-config" in server_args(ARMS[one], SIZES)}
     assert connected == set(ARMS) - {NONE, GPU_HIT}
-
-
-def test_ram_of_the_nvme_arm_holds_the_requests_in_flight_but_not_the_documents(tmp_path):
-    names = SIZES.names(tmp_path, tmp_path)
-    ram, nvme = (filled(ARMS[f"kvtier-{one}"].kvtier or {}, names) for one in ("ram", "nvme"))
-    documents = 8 * DOCUMENT * 2**16 / 2**20
-    own = [ram["KVTIER_RAM_BYTES"], nvme["KVTIER_NVME_BYTES"], nvme["KVTIER_RAM_BYTES"]]
-    whole, disk, few = (int(text.removesuffix("MiB")) for text in own)
-    assert documents / 4 <= few < documents / 2 < documents <= min(whole, disk)
-    assert nvme["KVTIER_NVME_PATH"] == str(tmp_path)
 
 
 # -- counters and sums -----------------------------------------------------------------------------
@@ -174,14 +156,6 @@ def test_different_answers_and_failed_requests_fail_the_run(tmp_path):
     rounds = two_rounds([7, 8])
     rounds[0].outcomes[0].successful = False
     assert long_doc_qa.conclude(arguments(*given), rounds) == 1
-
-
-def test_the_command_of_a_result_holds_no_absolute_path(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    words = [str(tmp_path / "x.py"), f"--out={tmp_path}/a/b", "/elsewhere/c", "--n", "3"]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert report.own_command() == "python x.py --out=a/b c --n 3"
 
 
 @pytest.mark.parametrize("given", ["--arms=none,nope", "--hit-miss-ratio=0:1", "--num-documents=0"])
@@ -285,21 +259,6 @@ def test_the_preset_is_the_published_shape_and_flags_beat_it():
     add_arguments(parser)
     shown = " ".join(parser.format_help().split())
     assert "documents (default: 8; lmi: 46)" in shown and "(default: 20000; lmi: 10000)" in shown
-
-
-def test_a_colour_of_the_picture_means_one_source(monkeypatch, tmp_path):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    kept: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", kept.append)
-    sources: tuple[Any, ...] = ({}, {"ram": 90}, {"ram": 45, "nvme": 45}, None)
-    shown = [Summary("a", [4.0], 4.6, 9, 100, 10, 0, hits, None) for hits in sources]
-    draw(tmp_path, shown, "what was asked")
-    (legend,) = kept[0].legends
-    patches = zip(legend.texts, legend.get_patches(), strict=True)
-    named = {text.get_text(): patch.get_facecolor() for text, patch in patches}
-    expected = [named[one] for one in ("computed", "ram", "nvme", "not told")]
-    for axis in kept[0].axes[:2]:
-        assert [patch.get_facecolor() for patch in axis.patches] == expected
 
 
 def test_a_server_that_does_not_come_up_is_refused_with_the_end_of_its_log(tmp_path, monkeypatch):

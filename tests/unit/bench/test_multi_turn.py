@@ -2,20 +2,16 @@
 refusals in words."""
 
 import argparse
-import csv
-import json
 from typing import Any
 
 import pytest
 
 from kvtier.bench.multi_turn import run as multi_turn
-from kvtier.bench.multi_turn.arms import ARMS, BASE, STICKY_SHARED, Sizes
-from kvtier.bench.multi_turn.fleet import _engine
-from kvtier.bench.multi_turn.report import Run, as_json, cached_share, rows_of, write
+from kvtier.bench.multi_turn.arms import BASE, STICKY_SHARED
+from kvtier.bench.multi_turn.report import Run, rows_of
 from kvtier.bench.multi_turn.run import add_arguments
 from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
 from kvtier.bench.multi_turn.work import Conversations
-from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Client
 from kvtier.core.errors import ConfigError
 from tests.stub_engine import stub_engines
@@ -42,30 +38,6 @@ def arguments(*words):
     return parser.parse_args(words)
 
 
-# ---- the workload --------------------------------------------------------------------------------
-
-
-def test_a_gpu_cache_keeps_fewer_conversations_than_there_are_and_the_server_all():
-    sizes = Sizes(work(sessions=8), 1.5, Geometry(16, 32, 2**16))
-    conversation = sizes.max_model_len // 16
-    assert conversation < sizes.gpu_blocks - 1 <= 2 * conversation
-    assert int(sizes.ram().removesuffix("MiB")) >= 8 * sizes.work.longest * 2**16 / 2**20
-    assert Sizes(work(), 0.0, Geometry(16, 32, 2**16)).gpu_blocks > 1
-
-
-def test_engines_with_stores_of_their_own_have_no_more_ram_than_a_server(tmp_path):
-    sizes = Sizes(work(sessions=8), 1.5, Geometry(16, 32, 2**16))
-    arguments_of = arguments("--model", "m")
-    own, shared = (
-        [_engine(arguments_of, ARMS[name], sizes, tmp_path, tmp_path, at)._env for at in (0, 1)]
-        for name in ("round-robin+stores", "round-robin+kvtier")
-    )
-    assert all("KVTIER_SERVER" not in env for env in own)
-    assert all("KVTIER_SERVER" in env and "KVTIER_RAM_BYTES" not in env for env in shared)
-    ram = [int(env["KVTIER_RAM_BYTES"].removesuffix("MiB")) for env in own]
-    assert sum(ram) == pytest.approx(int(sizes.ram().removesuffix("MiB")), abs=2)
-
-
 # ---- what clients do -----------------------------------------------------------------------------
 
 
@@ -88,15 +60,6 @@ def test_a_prompt_is_everything_that_was_said_before():
         session = int(name.removeprefix("conversation-"))
         assert second == [*first, *answers[session, 1], *work().says(session, 2)]
         assert third == [*second, *answers[session, 2], *work().says(session, 3)]
-
-
-@pytest.mark.parametrize("by", ["header", "user", "cookie", None])
-def test_only_what_was_chosen_names_the_conversation(by):
-    with stub_engines(1) as (engine,):
-        talk(engine, by, sessions=1)
-    for body, headers in engine.asked:
-        assert ("x-session-id" in headers) == (by == "header")
-        assert ("user" in body) == (by == "user")
 
 
 def test_a_turn_that_fails_is_asked_again_and_its_time_counts_from_the_first_try():
@@ -139,14 +102,6 @@ def test_later_turns_are_held_against_round_robin_without_kvtier():
     assert (base.ratio, base.limit) == (1, None)
 
 
-def test_moved_conversations_are_those_whose_engine_died():
-    killed = runs()[1]
-    assert [(one.document, one.question) for one in killed.moved] == [(0, 2)]
-    assert as_json(killed, runs()[0])["killed"]["moved_cached_share"] == 0.9
-    assert runs()[0].moved == []
-    assert cached_share(killed.later) == 0.85
-
-
 def test_answers_that_differ_and_turns_that_failed_are_told(tmp_path, capsys):
     base, best = runs()
     best.turns[3].tokens = [9]
@@ -161,15 +116,6 @@ def test_answers_that_differ_and_turns_that_failed_are_told(tmp_path, capsys):
     assert "1 failed" in capsys.readouterr().out
     written = {f"multi_turn.{form}" for form in ("json", "csv", "png")}
     assert {path.name for path in tmp_path.iterdir()} == written
-
-
-def test_the_files_have_every_turn_and_the_machine(tmp_path):
-    table, path = write(tmp_path, runs(), workload={"turns": 2})
-    told = json.loads(path.read_text())
-    assert told["machine"]["cores"] and told["command"] and told["workload"] == {"turns": 2}
-    assert told["arms"][BASE]["ttft_later_turns_mean_s"] == 3.0
-    lines = list(csv.DictReader(table.read_text().splitlines()))
-    assert (len(lines), lines[5]["engine"], lines[5]["cached_tokens"]) == (8, "engine-2", "90")
 
 
 def test_a_router_that_runs_is_measured_by_what_each_answer_says(tmp_path, capsys):

@@ -4,15 +4,7 @@ import pytest
 
 from kvtier.bench.command import run_command
 from kvtier.bench.processes.engine import mode_told
-from kvtier.bench.report import Row, print_rows
 from kvtier.core.errors import ConfigError
-
-
-def test_a_table_says_what_is_better(capsys):
-    print_rows([Row("speed", 2.5, "GB/s", 5.0, 0.5), Row("wait", None, "ms")])
-    _, speed, wait = capsys.readouterr().out.splitlines()
-    assert speed.split() == ["speed", "2.5", "GB/s", "5", "0.5", "more"]
-    assert wait.split() == ["wait", "ms", "less"]
 
 
 def test_a_command_that_cannot_run_says_why_in_one_line(capsys):

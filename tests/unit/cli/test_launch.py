@@ -230,46 +230,25 @@ def test_after_a_kill_9_of_what_launch_became_the_next_start_has_the_folder(fake
     assert json.loads(done.stdout)[1][1] == "serve"
 
 
-@pytest.mark.parametrize(
-    ("env", "words", "said"),
-    [
-        (
-            {"KVTIER_NVME_PATH": "/proc/x", "KVTIER_NVME_BYTES": "1GiB"},
-            ["vllm", "serve", "m"],
-            "nvme_path=/proc/x: ",
-        ),
-        (
-            {"KVTIER_NVME_PATH": "/var/tmp/kvtier-test", "KVTIER_NVME_BYTES": "1000TiB"},
-            ["vllm", "serve", "m"],
-            "lower nvme_bytes below",
-        ),
-        ({"KVTIER_RAM_BITES": "1"}, ["vllm", "serve", "m"], "unknown key 'ram_bites'"),
-        (
-            {"KVTIER_CONFIG_FILE": "{here}", "KVTIER_AUTO": "1"},
-            ["vllm", "serve", "m"],
-            "remove one of the two",
-        ),
-        ({}, ["vllm", "bench"], "the command 'vllm bench' was given: expected vllm serve"),
-        ({}, [], "the command 'nothing' was given"),
-        ({}, ["/none/vllm", "serve", "m"], "/none/vllm: no such program"),
-        ({}, ["/none/python", "-m", SERVER], "/none/python does not tell whether it has vLLM"),
-        (
-            {"OPTION_KV_OFFLOADING_SIZE": "4"},
-            ["vllm", "serve", "m"],
-            "OPTION_KV_OFFLOADING_SIZE asks for vLLM's own",
-        ),
-        (
-            {},
-            ["vllm", "serve", "m", "--kv-offloading-size", "4"],
-            "--kv-offloading-size asks for vLLM's own",
-        ),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            ["vllm", "serve", "m"],
-            "vLLM refuses expandable_segments:True beside any connector. Take it out, or give --en",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("env", "words", "said"), [
+    ({"KVTIER_NVME_PATH": "/proc/x", "KVTIER_NVME_BYTES": "1GiB"}, ["vllm", "serve", "m"],
+     "nvme_path=/proc/x: "),
+    ({"KVTIER_NVME_PATH": "/var/tmp/kvtier-test", "KVTIER_NVME_BYTES": "1000TiB"},
+     ["vllm", "serve", "m"], "lower nvme_bytes below"),
+    ({"KVTIER_RAM_BITES": "1"}, ["vllm", "serve", "m"], "unknown key 'ram_bites'"),
+    ({"KVTIER_CONFIG_FILE": "{here}", "KVTIER_AUTO": "1"}, ["vllm", "serve", "m"],
+     "remove one of the two"),
+    ({}, ["vllm", "bench"], "the command 'vllm bench' was given: expected vllm serve"),
+    ({}, [], "the command 'nothing' was given"),
+    ({}, ["/none/vllm", "serve", "m"], "/none/vllm: no such program"),
+    ({}, ["/none/python", "-m", SERVER], "/none/python does not tell whether it has vLLM"),
+    ({"OPTION_KV_OFFLOADING_SIZE": "4"}, ["vllm", "serve", "m"],
+     "OPTION_KV_OFFLOADING_SIZE asks for vLLM's own"),
+    ({}, ["vllm", "serve", "m", "--kv-offloading-size", "4"],
+     "--kv-offloading-size asks for vLLM's own"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, ["vllm", "serve", "m"],
+     "vLLM refuses expandable_segments:True beside any connector. Take it out, or give --en"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_starts(start, tmp_path, env, words, said):
     (tmp_path / "own.yaml").write_text("ram_bytes: 1GiB\n")
     given = {name: value.format(here=tmp_path / "own.yaml") for name, value in env.items()}

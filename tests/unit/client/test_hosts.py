@@ -202,28 +202,17 @@ def test_what_is_asked_of_all_is_sent_before_any_answer_is_waited_for():
     assert done == ["asked a", "asked b", "answered a", "answered b"]
 
 
-@pytest.mark.parametrize(
-    ("results", "both"),
-    [
-        ([LookupResult([(2, 0.0), (5, 0.1)]), NO_LOOKUP], NO_LOOKUP),
-        (
-            [LookupResult([(2, 0.0), (5, 0.1)]), LookupResult([(1, 0.0), (4, 0.3), (9, 0.4)])],
-            LookupResult([(1, 0.0), (2, 0.3), (4, 0.3), (5, 0.4)]),
-        ),
-        (
-            [LookupResult([(3, 0.0)]), LookupResult([(0, 0.0), (3, None)], None, "never_seen")],
-            LookupResult([(0, 0.0), (3, None)], None, "never_seen"),
-        ),
-        (
-            [LookupResult([(3, 0.0)], Asking(0.1, None, 0.5))] * 2,
-            LookupResult([(3, 0.0)], Asking(0.1, None, 0.25)),
-        ),
-        ([LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)), LookupResult([(3, 0.0)])], None),
-        (
-            [LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)), LookupResult([(9, 0.0)])],
-            LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("results", "both"), [
+    ([LookupResult([(2, 0.0), (5, 0.1)]), NO_LOOKUP], NO_LOOKUP),
+    ([LookupResult([(2, 0.0), (5, 0.1)]), LookupResult([(1, 0.0), (4, 0.3), (9, 0.4)])],
+     LookupResult([(1, 0.0), (2, 0.3), (4, 0.3), (5, 0.4)])),
+    ([LookupResult([(3, 0.0)]), LookupResult([(0, 0.0), (3, None)], None, "never_seen")],
+     LookupResult([(0, 0.0), (3, None)], None, "never_seen")),
+    ([LookupResult([(3, 0.0)], Asking(0.1, None, 0.5))] * 2,
+     LookupResult([(3, 0.0)], Asking(0.1, None, 0.25))),
+    ([LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)), LookupResult([(3, 0.0)])], None),
+    ([LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5)), LookupResult([(9, 0.0)])],
+     LookupResult([(3, 0.0)], Asking(0.1, 0.2, 0.5))),
+])  # fmt: skip
 def test_an_answer_is_the_shortest_and_as_late_as_the_latest(results, both):
     assert shortest(results) == (both or LookupResult([(3, 0.0)]))

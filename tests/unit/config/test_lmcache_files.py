@@ -31,27 +31,16 @@ LOADED: dict[str, dict[str, Any]] = {
 """File -> what it sets, besides 256 tokens a chunk. Nothing in it is asked for in vain."""
 PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "redis_hosts": ({"ram_bytes": 5 * GIB}, ("remote_url=redis://",)),
-    "s3": (
-        {
-            "ram_bytes": 50 * GIB,
-            "nvme_path": "/tmp/lmcache",
-            "nvme_bytes": 100 * GIB,
-            "load_timeout_ms": 10_000,
-        },
-        ("remote_url=s3://", "extra_config.s3_region"),
-    ),
-    "mooncakestore": (
-        {"ram_bytes": 20 * GIB},
-        (
-            "remote_url=mooncakestore://",
-            "extra_config.master_server_address",
-            "extra_config.transfer_timeout",
-        ),
-    ),
+    "s3": ({"ram_bytes": 50 * GIB, "nvme_path": "/tmp/lmcache", "nvme_bytes": 100 * GIB,
+            "load_timeout_ms": 10_000},
+        ("remote_url=s3://", "extra_config.s3_region")),
+    "mooncakestore": ({"ram_bytes": 20 * GIB},
+        ("remote_url=mooncakestore://", "extra_config.master_server_address",
+            "extra_config.transfer_timeout")),
     "infinistore": ({"ram_bytes": 20 * GIB}, ("remote_url=***",)),
     "lm_server": ({"ram_bytes": 5 * GIB}, ("remote_url=lm://", "remote_serde=cachegen")),
     "valkey": ({"redis_url": "redis://localhost:6379"}, ("extra_config.valkey_password=***",)),
-}
+}  # fmt: skip
 """File -> what it sets, and what its warnings name."""
 SENTINELS = ("redis_sentinel", "redis_cluster")
 

@@ -1,5 +1,5 @@
-"""What watches a Store is a file of its own: this one's watcher is no part of kvtier, and it sees
-what the built-in ones see. Each of those keeps a bounded number of things, whatever it is told."""
+"""What watches a Store: it keeps a bounded number of things, whatever it is told, and is called for
+what it overrides alone."""
 
 import inspect
 import pkgutil
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.pool import Pool
 from kvtier.eviction.hints import Hint
@@ -38,120 +38,11 @@ LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
 KEYS = [LAYOUT.keys([number])[0] for number in range(100)]
 
 
-class Watcher(Observer):
-    """Of this test alone."""
-
-    def __init__(self):
-        self.held = set[tuple[int, ChunkKey]]()
-        self.reasons = dict[ChunkKey, str]()
-        self.times = Counter[tuple[str, str]]()
-        self.read = list[ChunkKey]()
-        self.runs = list[tuple[str, list[ChunkKey]]]()
-        self.said = list[object]()
-        self.closed = False
-
-    def came(self, place, key):
-        assert (place, key) not in self.held, "a change that changes nothing"
-        self.held.add((place, key))
-
-    def left(self, place, key, how):
-        self.held.remove((place, key))
-        self.reasons[key] = how.name.lower()
-
-    def missing(self, key, how):
-        self.reasons[key] = how.name.lower()
-
-    def used(self, run):
-        self.runs.append(("used", list(run)))
-
-    def stored(self, run):
-        self.runs.append(("stored", list(run)))
-
-    def took(self, what, place, seconds):
-        self.times[what, place] += 1
-
-    def loaded(self, entries):
-        assert all(entry.state is READY and entry.pins for entry in entries)
-        self.read += [entry.key for entry in entries]
-
-    def prompt(self, run, asker):
-        self.said.append((list(run), asker.session))
-
-    def hint(self, run, session, hint):
-        self.said.append(hint)
-
-    def finished(self, ended):
-        self.said.append(ended)
-
-    def served(self, served):
-        self.said.append(served)
-
-    def counted(self):
-        return {"watched": len(self.held)}
-
-    def close(self, timeout_s):
-        self.closed = True
-        return False
-
-
 def save(store, run, *lanes):
     with store.save(run) as lease:
         lease.commit()
     for lane in lanes:
         lane.run()
-
-
-def test_a_watcher_of_a_tests_own_sees_what_the_built_in_ones_see():
-    tier, lane = DictTier(3), ManualLane()
-    store, watcher = Store(Pool(2, SLOT), [(tier, lane)]), Watcher()
-    store.observe(watcher)
-    watched, recorder = store.watch(), Recorder(bytes(32))
-    store.observe(recorder)
-
-    for number in range(5):
-        save(store, [KEYS[number]], lane)
-    with store.load([KEYS[2]], asker=Asker("mine")) as lease:
-        lane.run()
-        assert lease.poll().ready == 1
-    del tier.held[KEYS[3]]
-    with store.load([KEYS[3]]) as lease:
-        lane.run()
-    store.invalidate([KEYS[4], KEYS[9]])
-    lane.run()
-    store.hint([KEYS[2]], Hint(keep_s=5.0))
-    store.ended(Ended(1, 7, "stop"))
-    served = Served(20, {"ram": 10}, KEYS[3:4], 10)
-    store.served(served)
-
-    told = set[tuple[int, ChunkKey]]()
-    for place, key, there in watched.changes() or ():
-        (told.add if there else told.discard)((place, key))
-    places = zip(KEYS, watched.places(KEYS), strict=True)
-    assert watcher.held == told == {(place, key) for key, found in places for place in found}
-    gone = [key for key in KEYS if not any(key == held for _, held in watcher.held)]
-    assert [watcher.reasons.get(key, "cold") for key in gone] == [store._past.why(k) for k in gone]
-    assert {"evicted", "forgotten", "cold"} == {store._past.why(key) for key in gone}
-    times = {(what, tier): sum(one.counts) for what, tier, one in store.timings.each()}
-    assert watcher.times == Counter({key: count for key, count in times.items() if count})
-    assert {what for what, _ in watcher.times} == {
-        "load",
-        "load_wait",
-        "promotion",
-        "save",
-        "spill",
-    }
-    assert watcher.read == [KEYS[2]]
-    assert ("used", [KEYS[2]]) in watcher.runs and ("stored", [KEYS[4]]) in watcher.runs
-    assert watcher.said == [
-        ([KEYS[2]], "mine"),
-        ([KEYS[3]], ""),
-        Hint(keep_s=5.0),
-        Ended(1, 7, "stop"),
-        served,
-    ]
-    assert recorder.take().lines == 3, "two prompts and a hint"
-    assert store.stats()["watched"] == len(watcher.held)
-    assert not store.close() and watcher.closed, "what hangs in a watcher hangs in the Store"
 
 
 def test_a_watch_that_has_ended_is_told_nothing_and_costs_nothing():

@@ -11,7 +11,7 @@ import pytest
 from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans import run as spans
-from kvtier.bench.spans.agreement import agreement, answers, kl_at_least
+from kvtier.bench.spans.agreement import agreement, answers
 from kvtier.bench.spans.arms import ARMS, FULL, RUN, Sizes, server_args, server_env
 from kvtier.bench.spans.report import Results, Run, as_json, screen
 from kvtier.bench.spans.run import add_arguments
@@ -46,14 +46,6 @@ def test_a_question_has_different_documents_of_one_pool_in_any_order():
     assert max(sets.values()) > max(Counter(found).values()), "the same ones come in other orders"
     assert len({tuple(question.question) for question in questions}) == 40
     assert len({tuple(question.anchor) for question in questions}) == 1
-
-
-def test_a_seed_gives_the_same_and_rounds_share_nothing():
-    assert work().questions(0) == work().questions(0)
-    assert work().questions(0) != work(seed=1).questions(0)
-    one, other = ({tuple(d) for q in work().questions(n) for d in q.documents} for n in (0, 1))
-    assert not one & other
-    assert work().questions(0)[0].anchor != work().questions(1)[0].anchor
 
 
 def test_spans_are_asked_for_where_documents_lie_and_their_homes_are_warmed():
@@ -115,16 +107,6 @@ def test_agreement_counts_first_tokens_answers_and_where_they_part():
     assert agreement(theirs, theirs).as_json()["first_differing_token_median"] is None
 
 
-def test_the_kl_is_that_of_the_listed_tokens_and_all_others_together():
-    true, other = told(1, a=0.5, b=0.25), told(1, a=0.25, b=0.5)
-    expected = 0.5 * math.log(2) - 0.25 * math.log(2)
-    assert agreement({(0, 0): other}, {(0, 0): true}).kl == pytest.approx(expected)
-    whole = told(1, a=0.5, b=0.25, c=0.25).first
-    assert kl_at_least(whole, told(1, a=0.5, d=0.5).first) == pytest.approx(0), "all a can tell"
-    assert kl_at_least(whole, told(1, d=0.9).first) == 0, "nothing is listed by both"
-    assert kl_at_least(told(1, a=0.999, b=0.0005).first, told(1, a=0.001, b=0.99).first) > 6
-
-
 def outcome(request, number, ttft, tokens, cached=0):
     """An answered request of a prompt of 100 tokens."""
     counts = (True, 100, len(tokens), cached)
@@ -167,20 +149,6 @@ def test_right_answers_are_counted_by_kind_of_question():
     assert kinds["order"]["as_full_prefill"]["same_first_token"] == 1
     assert any(line.split()[:2] == ["right", "answers"] for line in screen(found))
     assert as_json(results([1, 7]), results([1, 7]).runs[1])["by_kind"] == {}
-
-
-def test_arms_that_are_approximate_may_answer_otherwise_and_tell_their_warm_up():
-    found = results([1, 7])
-    homes = [outcome(0, 0, 0.5, [1]), outcome(1, 0, 0.5, [1])]
-    asked = [[outcome(0, 0, 0.25, [2, 2], 90)]]
-    blended = Run(ARMS["spans-k16"], asked, {"ram": 90.0}, homes, in_place=30)
-    both = Results([*found.runs, blended], found.full)
-    assert both.exact, "what is approximate is compared, and no fault"
-    entry = as_json(both, blended)
-    assert (entry["computed_tokens"], entry["computed_in_place_tokens"]) == (40, 30)
-    assert (entry["warm_up_s"], entry["warm_up_tokens"]) == (2.0, 200)
-    assert entry["as_full_prefill"]["same_first_token"] == 0
-    assert screen(both)[3].rstrip().endswith("2.0 s")
 
 
 # -- files and flags -------------------------------------------------------------------------------

@@ -15,30 +15,6 @@ def documents(count=6):
     return toy.pool(draw, [draw.randint(toy.SHORTEST, 60) for _ in range(count)])
 
 
-# -- task ------------------------------------------------------------------------------------------
-
-
-def test_every_question_names_what_its_kind_says():
-    found = documents()
-    told = toy.tell(found)
-    words = [toy.WORDS[token] for token in told.tokens]
-    assert {asked.kind for asked in told.asked} == set(toy.KINDS)
-    for kind, (asks, about), answer, place in told.asked:
-        assert toy.WORDS[asks] == f"{kind}?"
-        written = [at for at, token in enumerate(told.tokens[:-1]) if token == about]
-        values = [at + 1 for at in written if words[at + 1][0] in "vk"]
-        if kind == "neighbour":
-            assert told.tokens[place - 1] == about and told.tokens[place] == answer
-            assert words[place][0] == "n"
-        elif kind == "two-hops":
-            meant = [at for at in range(place) if told.tokens[at] == told.tokens[place]]
-            (value,) = [told.tokens[at + 1] for at in meant if words[at + 1][0] == "v"]
-            assert values == [place] and value == answer
-        else:
-            assert place == values[-1] and told.tokens[place] == answer
-            assert (len(values) > 1) == (kind == "order")
-
-
 # -- workload --------------------------------------------------------------------------------------
 
 

@@ -49,19 +49,6 @@ def test_documents_that_come_round_have_their_knee_at_the_room_for_all_of_them()
     assert curve.ratio(199) < curve.ratio(200) == pytest.approx(0.9)
 
 
-def test_a_lower_tier_is_for_what_the_upper_one_leaves():
-    """20 documents come round all the time, and 500 others once an hour."""
-    hot, cold = rounds(20, 1), [[9_000_000 + 10 * each] for each in range(500)]
-    runs = [run for _ in range(5) for each in range(0, 500, 5) for run in (*hot, *cold[each:][:5])]
-    curve = Curve(requests(runs))
-    upper = curve.enough(10**9)
-    assert upper == 85 and curve.ratio(upper) > 0.9
-    lower = curve.enough(10**9, upper)
-    assert lower == 580 and curve.ratio(lower) > curve.ratio(upper) + 3 * POINT
-    assert curve.enough(300, upper) == 0, "no size below the limit adds anything"
-    assert curve.enough(10**9, lower) == 0, "nothing is left to add"
-
-
 def test_what_is_enough_is_enough_for_two_tiers_with_the_production_rules():
     trace = requests(conversations(4000, 5))
     curve = Curve(trace)

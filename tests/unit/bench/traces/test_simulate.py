@@ -255,19 +255,6 @@ def test_each_setting_of_auto_is_a_policy_of_its_own(tmp_path, capsys):
         assert case["ram"] == auto["shadows"][f"policy_hits_{case['policy']}"]
 
 
-def test_the_picture_has_each_policy_and_the_optimum(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "hits.svg"
-    words = ["--ram", "5%", "20%", "--nvme", "30%", "--plot", str(path)]
-    assert main(["simulate", trace_file(tmp_path), *words]) == 0
-    drawn = path.read_text()
-    for label in ("LRU", "auto", "optimum (Belady)"):
-        assert f"<!-- {label}" in drawn
-    words[-1] = str(tmp_path / "hits.png")
-    assert main(["simulate", trace_file(tmp_path), *words]) == 0
-    assert (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])
 def test_what_is_no_size_is_told(size, tmp_path, capsys):
     assert main(["simulate", trace_file(tmp_path, 3), f"--ram={size}"]) == 2
