@@ -54,9 +54,9 @@ demo-all: $(READY) redis-server  ## every arm at its full size: 10 to 13 minutes
 	$(BIN)/python -m kvtier.bench.demo --all
 
 ##@ Test
-# Two workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
+# Three workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
 # import kvtier: they compile it once, where the host's environment says otherwise too.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 test: $(READY) redis-server  ## what decides, one real engine by each runner too: 10 minutes
 	TEST_ALL_SET_UP=1 $(PYTEST) -m "not whole and not extended"
 

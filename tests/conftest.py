@@ -1,5 +1,5 @@
 """What all kinds of tests share: which vLLM versions are here, skipping what this machine cannot
-run, and the order of a run in two workers."""
+run, and the order of a run in several workers."""
 
 from __future__ import annotations
 

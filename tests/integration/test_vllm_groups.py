@@ -151,7 +151,7 @@ def test_every_group_comes_back_from_nvme_after_a_restart(lives, model, tmp_path
     assert not corrupt(folder)
 
 
-@cells("swa", "qwen3next", cheap=[("swa", V1)])
+@cells("swa", "qwen3next")
 def test_every_group_comes_back_from_a_bucket_on_an_empty_host(lives, model, tmp_path):
     plain = lives(model, kvtier=False)
     shared: dict[str, Any] = {"object_url": "s3://bucket/groups", "object_bytes": "256MiB"}

@@ -91,6 +91,7 @@ def test_weights_replaced_under_a_running_engine_are_never_answered_with_old_kv(
     assert hits(restarted) == [DOCUMENT_HIT] * 6, "what the old weights computed is there for them"
 
 
+@pytest.mark.extended
 def test_mla_on_a_cpu_is_left_alone_where_vllm_has_turned_prefixes_off(run, tmp_path):
     model = make_model(tmp_path / "mla", "mla")
     ours, plain = run("prefix_caching", model), run("prefix_caching", model, kvtier=False)

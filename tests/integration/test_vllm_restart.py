@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
 def case(mode, slots, *, busy=False, more=True, **config):
     words = [mode.name, str(slots), *(["busy"] if busy else []), *config]
-    marks = [MORE] if more else []
+    marks = [*([MORE] if more else []), *([pytest.mark.alone] if busy else [])]
     return pytest.param(Case(mode, slots, busy, config), id=" ".join(words), marks=marks)
 
 

@@ -1,5 +1,5 @@
-"""Commands of make for tests and their set-up: what runs where, in two workers, on test files made
-up for it, and what is printed."""
+"""Commands of make for tests and their set-up: what runs where, in several workers, on test files
+made up for it, and what is printed."""
 
 import re
 import subprocess
