@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.core.errors import ConfigError
-from kvtier.core.fact import Fact, least, number
+from kvtier.core.fact import ROOT, Fact, least, number, text_of
 from kvtier.core.terminal import size_text
-from kvtier.tiers.nvme.proc import ROOT, text_of
 
 logger = logging.getLogger("kvtier")
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvtier.cli.parser import Parser
 from kvtier.core.errors import KVTierError
 from kvtier.core.extras import require
+from kvtier.core.terminal import Parser
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -36,9 +36,9 @@ from kvtier.bench.long_doc_qa.report import Round
 from kvtier.bench.long_doc_qa.work import PRESETS, Workload
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer
-from kvtier.cli.parser import Parser
 from kvtier.core.errors import KVTierError
 from kvtier.core.extras import require
+from kvtier.core.terminal import Parser
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.autoconfig.probe.model import model_folder
-from kvtier.cli.parser import Parser
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
+from kvtier.core.terminal import Parser
 
 if TYPE_CHECKING:
     import torch

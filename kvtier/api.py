@@ -19,12 +19,12 @@ from kvtier.core.lookup import (
     NO_LOOKUP,
     Asker,
     Asking,
+    Change,
     Ended,
     LookupResult,
     Progress,
     Served,
 )
-from kvtier.core.places import Change
 from kvtier.core.pool import Pool
 from kvtier.core.report import SizeClassStatus
 from kvtier.eviction.hints import Hint

@@ -19,7 +19,7 @@ from kvtier.config.values import masked
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Lane
-from kvtier.core.places import REMOTE
+from kvtier.core.lookup import REMOTE
 from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive

@@ -18,7 +18,7 @@ FORK.set_forkserver_preload(
     [
         "kvtier.cli.serve",
         "kvtier.admin.http",
-        "kvtier.admin.port",
+        "kvtier.admin.places",
         "kvtier.server.recording",
         "kvtier.tiers.nvme.tier",
         "kvtier.tiers.redis.tier",

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from kvtier.autoconfig.breakeven import gpu_kind
 from kvtier.autoconfig.facts import Gpus
-from kvtier.core.fact import Fact, known, unknown
+from kvtier.core.fact import ROOT, Fact, known, unknown
 from kvtier.core.processes import chosen, environment, run
-from kvtier.tiers.nvme.proc import ROOT
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:

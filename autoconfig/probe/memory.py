@@ -12,10 +12,9 @@ from pathlib import Path
 
 from kvtier.autoconfig.facts import UNLIMITED, Memory
 from kvtier.autoconfig.probe.gpus import gpu_nodes
-from kvtier.core.fact import Fact, known, least, unknown
+from kvtier.core.fact import ROOT, Fact, fact_of, known, least, mounts, text_of, unknown
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES
-from kvtier.tiers.nvme.proc import ROOT, fact_of, mounts, text_of
 
 
 def probe_memory(root: Path = ROOT) -> Memory:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 import kvtier
 from kvtier.config.keys import Config, tell
 from kvtier.config.load import load
-from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, hosts, layout, settings, versions
+from kvtier.connectors.vllm import EXTENSIONS, LOAD_EVERY_HIT, layout, settings, versions
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.identity import begin
 from kvtier.connectors.vllm.layout import why_no_prefixes
@@ -82,8 +82,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             end_with_parent()
             self._tell(found)
         versions.set_failure_policy(vllm_config)
-        hosts.refuse(parallel, self._config.server, spans=self._config.engine.spans)
-        self._hosts = hosts.HostsOf.of(parallel)
+        layout.refuse_hosts(parallel, self._config.server, spans=self._config.engine.spans)
+        self._hosts = layout.HostsOf.of(parallel)
         self._own_host: OwnHost | None = None
         """Only in a worker of an engine over several hosts."""
         self._kept = layout.kept(
@@ -124,7 +124,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     # ---- worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from kvtier.connectors.vllm.extensions.shipped import of_worker
+        from kvtier.connectors.vllm.extensions.installed import of_worker
         from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
         from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
@@ -246,7 +246,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             logger.warning("%s", away)
         if self._hosts.number > 1:
             same = layout.replicas(self._vllm_config, self._kv_cache_config)
-            each, parts = hosts.by_host(chunks, geometry, ranks, self._hosts, replicated=same)
+            each, parts = layout.by_host(chunks, geometry, ranks, self._hosts, replicated=same)
             store, chunks = self._opened_at_all(started, each, ranks), each[0]
         else:
             store = self._opened(started, chunks)
@@ -330,8 +330,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     ) -> tuple[Extension, ...]:
         """Raises ConfigError for another package's that cannot be made."""
         from kvtier.connectors.vllm.extension import EngineFacts
-        from kvtier.connectors.vllm.extensions.installed import installed
-        from kvtier.connectors.vllm.extensions.shipped import shipped
+        from kvtier.connectors.vllm.extensions.installed import installed, shipped
 
         named = self._vllm_config.kv_transfer_config.kv_connector_extra_config.get(EXTENSIONS, {})
         try:
@@ -367,7 +366,9 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     ) -> KVStore:
         from kvtier.assemble import assemble_hosts
 
-        told = [{rank.server for rank in own.values()} for own in hosts.of_each(ranks, self._hosts)]
+        told = [
+            {rank.server for rank in own.values()} for own in layout.of_each(ranks, self._hosts)
+        ]
         return assemble_hosts(started, chunks, told)
 
     def on_new_request(self, request: Any) -> None:

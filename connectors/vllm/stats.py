@@ -26,7 +26,7 @@ from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
 from kvtier.connectors.vllm.hint_words import KINDS
 from kvtier.core.errors import KVTierError
-from kvtier.core.places import RAM
+from kvtier.core.lookup import RAM
 from kvtier.core.report import BOUNDS
 from kvtier.store.reports import figures
 

@@ -15,7 +15,7 @@ from copy import copy
 from typing import Any
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.places import RAM
+from kvtier.core.lookup import RAM
 from kvtier.tiers.registry import TIERS
 from kvtier.tiers.seam import TierSection
 

@@ -46,8 +46,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
-from kvtier.admin.places import AT_WORK, Places
-from kvtier.admin.port import Port, is_this_host, without_port
+from kvtier.admin.places import AT_WORK, Places, Port, is_this_host, without_port
 from kvtier.admin.purge import purge
 from kvtier.admin.status import EngineIndex, History
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -55,7 +54,7 @@ from kvtier.core.errors import KVTierError
 from kvtier.core.steps import AT_ONCE, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
-from kvtier.server.beside import in_turns
+from kvtier.server.extension import in_turns
 from kvtier.server.log_limit import LogLimit
 from kvtier.server.server import Server
 from kvtier.server.session import owners_session

@@ -12,7 +12,7 @@ from kvtier.admin.forms import Cleared
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import tenant
-from kvtier.server.beside import in_turns
+from kvtier.server.extension import in_turns
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard

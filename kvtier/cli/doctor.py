@@ -20,7 +20,7 @@ from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.started import Started
-from kvtier.tiers.finding import Finding
+from kvtier.tiers.seam import Finding
 
 _WIDTH = 18
 

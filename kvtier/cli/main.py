@@ -13,11 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 import kvtier
-from kvtier.cli.parser import Parser, nearest
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import explained
 from kvtier.core.processes import environment
-from kvtier.core.terminal import size_text
+from kvtier.core.terminal import Parser, nearest, size_text
 
 _OPERATOR_ERROR = 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE

@@ -29,10 +29,14 @@ from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
 from kvtier.core.processes import environment
 from kvtier.core.secret_files import read_secret
-from kvtier.server.beside import noticing_recovery
-from kvtier.server.extension import server_extensions
-from kvtier.server.listening.listeners import Listener, listen_tcp, listen_unix, server_tls
-from kvtier.server.listening.systemd import Notifier
+from kvtier.server.extension import noticing_recovery, server_extensions
+from kvtier.server.listening.listeners import (
+    Listener,
+    Notifier,
+    listen_tcp,
+    listen_unix,
+    server_tls,
+)
 from kvtier.server.server import Beside, Server, serve
 from kvtier.started import Started
 from kvtier.store.observer import Observer
@@ -206,7 +210,7 @@ def _admin_surface(config: Config, engines: EngineIndex) -> Beside:
     admin = config.admin
     try:
         from kvtier.admin.http import Around, beside
-        from kvtier.admin.port import bind
+        from kvtier.admin.places import bind
     except ImportError as error:
         raise ConfigError(
             f"admin={admin.address}: {error}; {how('server')}, or set admin=off"

@@ -30,8 +30,7 @@ from kvtier.admin.status import (
     TierStatus,
     moment,
 )
-from kvtier.cli.operate import queued, tier_name, what_if
-from kvtier.cli.surface import Surface
+from kvtier.cli.operate import Surface, queued, tier_name, what_if
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import printable, size_text, width
 

@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 
 from kvtier.client.attachment import Attachment, FarPool, SharedPool
 from kvtier.client.connect import ServerAccess, enter
-from kvtier.client.heard import Heard
+from kvtier.client.heard import (
+    Heard,
+    check_claim,
+    check_known,
+    check_lookup,
+    check_number,
+    check_placed,
+    check_slots,
+)
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
 from kvtier.core.lanes import Executor, Lane
@@ -43,14 +51,6 @@ from kvtier.core.steps import Steps, in_pieces, pieces, whole
 from kvtier.eviction.hints import LONGEST_KEEP_S, Hint, with_salt
 from kvtier.load_policy.latency import Pace
 from kvtier.protocol import wire
-from kvtier.protocol.answers import (
-    check_claim,
-    check_known,
-    check_lookup,
-    check_number,
-    check_placed,
-    check_slots,
-)
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.tiers.breaker import Breaker
 

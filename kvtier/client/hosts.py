@@ -28,8 +28,7 @@ from typing import TypeVar
 from kvtier.client.client import Client
 from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey, PieceMask, renamed
-from kvtier.core.lookup import ANONYMOUS, Asker, Asking, Ended, LookupResult, Progress, Served
-from kvtier.core.places import RAM
+from kvtier.core.lookup import ANONYMOUS, RAM, Asker, Asking, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.core.report import SizeClassStatus
 from kvtier.core.steps import Steps, whole

@@ -28,7 +28,7 @@ from kvtier.client.connect import PLAIN, ServerAccess, enter
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.deadline import Deadline
 from kvtier.core.errors import KVTierError, TierError
-from kvtier.core.places import REMOTE
+from kvtier.core.lookup import REMOTE
 from kvtier.core.tenant import UNOWNED
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox

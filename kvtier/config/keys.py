@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from kvtier.config.values import PARSERS, masked
 from kvtier.core.errors import ConfigError
-from kvtier.core.places import RAM, REMOTE
+from kvtier.core.lookup import RAM, REMOTE
 from kvtier.core.terminal import exact_size
 from kvtier.tiers.nvme.parts import NvmeSection
 from kvtier.tiers.registry import TIERS, configured, refuse

@@ -5,11 +5,52 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvtier.config import streams
 from kvtier.core.terminal import parse_size
 from kvtier.tiers.registry import TIERS
+
+_MOST_STREAMS = 64
+_ENDPOINT = r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]?,=*@#]+):\d{1,5}|ipc:///[^\s?,]{1,100}"
+_STREAM = re.compile(
+    rf"(?P<name>[A-Za-z0-9._:-]{{1,64}})=(?P<endpoint>{_ENDPOINT})"
+    rf"(?:\?replay=(?P<replay>\d{{1,5}}|{_ENDPOINT}))?"
+)
+
+
+class Stream(NamedTuple):
+    """Where an engine of a fleet, or a server, publishes its KV events. ``replay``: where missed
+    messages are asked for. None: nowhere."""
+
+    name: str
+    endpoint: str
+    replay: str | None
+
+
+def parse_stream(text: str) -> Stream:
+    """Raises ValueError for anything but one stream without a name."""
+    (stream,) = parse_streams(f"server={text}")
+    return stream
+
+
+def parse_streams(text: str) -> list[Stream]:
+    """``engine-1=ipc:///run/e1?replay=ipc:///run/e1r, engine-2=tcp://10.0.0.1:5557?replay=5558``: a
+    name is what a router calls the engine, and ``replay`` a port of the same host, or an endpoint.
+    Raises ValueError for what is no list of streams, and for a name that comes twice."""
+    found = [_STREAM.fullmatch(part.strip()) for part in text.split(",")]
+    streams = [_stream(one) for one in found if one is not None]
+    if len({stream.name for stream in streams}) < len(found) or len(streams) > _MOST_STREAMS:
+        raise ValueError(f"no list of event streams: {text}")
+    return streams
+
+
+def _stream(found: re.Match[str]) -> Stream:
+    name, endpoint, replay = found.group("name", "endpoint", "replay")
+    if replay is not None and replay.isdecimal():
+        if not endpoint.startswith("tcp:"):
+            raise ValueError(f"no list of event streams: {found.group()}")
+        replay = f"{endpoint.rpartition(':')[0]}:{replay}"
+    return Stream(name, endpoint, replay)
 
 
 def _count(given: object) -> int:
@@ -104,11 +145,11 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
         "unix:///path/kvtier.sock or tcp://host:port, of several hosts one for each",
     ),
     "streams": (
-        _as_given(streams.parse),
+        _as_given(parse_streams),
         "name=ipc:///path?replay=ipc:///path, name=tcp://host:port?replay=port, or several",
     ),
     "stream": (
-        _as_given(streams.parse_one),
+        _as_given(parse_stream),
         "ipc:///path?replay=ipc:///path or tcp://host:port?replay=port",
     ),
     "name": (_text(r"[A-Za-z0-9._-]{1,64}"), "1 to 64 letters, digits, '.', '_' or '-'"),
@@ -144,7 +185,7 @@ def masked(value: object) -> object:
 def _is_streams(text: str) -> bool:
     """Event streams, with or without names. They have no place for a password."""
     try:
-        streams.parse(text if text.partition("://")[0].count("=") else f"server={text}")
+        parse_streams(text if text.partition("://")[0].count("=") else f"server={text}")
     except ValueError:
         return False
     return True

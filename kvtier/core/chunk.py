@@ -19,7 +19,7 @@ import json
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -247,3 +247,29 @@ def _packed(tokens: Sequence[int]) -> memoryview:
     if sys.byteorder == "big":
         words.byteswap()
     return memoryview(words).cast("B")
+
+
+def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
+    """Keys of a restarted tier ordered coldest first: by stamp, but no parent before its child,
+    which would be of no use without it.
+
+    ``stamped`` pairs each key with a comparable stamp, larger is hotter. A chunk counts as used
+    when one of its descendants was: a hot leaf lifts all its ancestors. Of a key given twice the
+    larger stamp counts. Keys whose parent is not among them are ordered by their stamp alone.
+
+    A forged cycle of links ends instead of looping.
+    """
+    hottest_first = [key for key, _ in sorted(stamped, key=lambda pair: pair[1], reverse=True)]
+    by_link = {own_half(key): key for key in hottest_first}
+    placed: set[ChunkKey] = set()
+    order: list[ChunkKey] = []
+    for key in hottest_first:
+        line: list[ChunkKey] = []
+        ancestor: ChunkKey | None = key
+        while ancestor is not None and ancestor not in placed:
+            placed.add(ancestor)
+            line.append(ancestor)
+            ancestor = by_link.get(parent_half(ancestor))
+        order.extend(reversed(line))
+    order.reverse()
+    return order

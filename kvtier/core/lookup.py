@@ -1,4 +1,5 @@
-"""Lookup: how much of a prompt's prefix a Store or a Client can give, and when. Data only."""
+"""Lookup: how much of a prompt's prefix a Store or a Client can give, when, and from which place.
+Data only."""
 
 from __future__ import annotations
 
@@ -6,6 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 from kvtier.core.chunk import ChunkKey
+
+RAM = "ram"
+REMOTE = "remote"
+"""The name of a server on another host."""
+RAM_PLACE = 0
+"""The number of RAM. Tier ``index`` is place ``1 + index``."""
+
+
+class Change(NamedTuple):
+    """A chunk can be served from a place from now on (``there``), or not any more."""
+
+    place: int
+    key: ChunkKey
+    there: bool
 
 
 class Asker(NamedTuple):

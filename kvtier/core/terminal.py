@@ -1,14 +1,17 @@
-"""Text for a terminal: sizes, rates and tables, the same in every command. Only :func:`width`
-and :func:`progress` look at the terminal."""
+"""Text for a terminal: sizes, rates and tables, the same in every command, and its parser. Only
+:func:`width` and :func:`progress` look at the terminal."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import re
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 _BAR = 30
 _QUIET_S = 30.0
@@ -125,3 +128,30 @@ def parse_size(given: object) -> int:
 
 def exact_size(size: int) -> str:
     return str(size) if size >= _PLAIN_BYTES else f"{size}B"
+
+
+_CUTOFF = 0.6
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse prints a screen of usage before an error, and takes a flag's beginning for it."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{**more, "allow_abbrev": False})
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, others = self.parse_known_args(args, namespace)
+        if others:
+            words = [word.partition("=")[0] for word in others]
+            flag = next((word for word in words if word.startswith("-")), "")
+            near = nearest(flag, self._option_string_actions) if flag else ""
+            self.error(f"unrecognized arguments: {' '.join(others)}{near}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; '{self.prog} --help' shows what there is\n")
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, known, n=1, cutoff=_CUTOFF)
+    return f"; the nearest is {near[0]!r}" if near else ""

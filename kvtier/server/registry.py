@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.lanes import Lane
-from kvtier.core.places import RAM
+from kvtier.core.lookup import RAM
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
-from kvtier.server.balance import Side, divide, shift
-from kvtier.server.shares import ScanLimiter, Shares
+from kvtier.server.shares import ScanLimiter, Shares, Side, divide, shift
 from kvtier.store.observers.ages import Room
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 
@@ -146,7 +145,7 @@ class SizeClass:
 class SizeClasses:
     """A Store for each slot size that engines ask for, all in one budget. A size gets room when it
     needs room more than the others: :meth:`settle` applies the rule of
-    :mod:`kvtier.server.balance` at each call.
+    :mod:`kvtier.server.shares` at each call.
 
     Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
     takes seconds and no other client may wait for it. A size that comes beside others gets what

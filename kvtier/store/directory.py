@@ -45,7 +45,7 @@ from operator import attrgetter
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
-from kvtier.core.places import RAM_PLACE
+from kvtier.core.lookup import RAM_PLACE
 from kvtier.core.tenant import may
 from kvtier.eviction.kept import KEEP, Kept
 from kvtier.eviction.order import LRU, Owned, PolicyOf

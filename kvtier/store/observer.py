@@ -4,7 +4,7 @@ The index reports which chunk came to which place and which one left it, and whi
 and saved. The Store reports how long work took, what a load has read, and what requests say. An
 Observer overrides the methods that it needs. A method that is not overridden is never called.
 
-A place is 0 for RAM and ``1 + index`` for tier ``index`` (:mod:`kvtier.core.places`).
+A place is 0 for RAM and ``1 + index`` for tier ``index`` (:mod:`kvtier.core.lookup`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Quota: how many chunks of one place an owner may have. Pure.
 
 An owner has at most its quota of the *whole* place, also while other Stores have a part of the
-place (:mod:`kvtier.server.balance`). So an owner asks for room as long as it may use it, and a part
+place (:mod:`kvtier.server.shares`). So an owner asks for room as long as it may use it, and a part
 that shrinks breaks no quota. Owners of one Store also share what this Store has now: where there is
 no free room, an owner that has its quota of this part makes room for its own chunks, and an owner
 that has more than that makes room for others first.

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.lanes import Executor
-from kvtier.core.lookup import ANONYMOUS, Asker, Ended, LookupResult, Progress, Served
-from kvtier.core.places import RAM
+from kvtier.core.lookup import ANONYMOUS, RAM, Asker, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
 from kvtier.core.steps import AT_ONCE, Steps, in_pieces, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Orders
@@ -36,11 +35,10 @@ from kvtier.store.observer import Observer
 from kvtier.store.observers.audit import Audit
 from kvtier.store.observers.changes import Changes
 from kvtier.store.observers.follower import Follower
-from kvtier.store.observers.past import Past
 from kvtier.store.observers.timings import ComputeCounts, Timings
 from kvtier.store.purge import Purge
-from kvtier.store.sharing import Sharing
-from kvtier.store.spare_lane import SpareLane
+from kvtier.store.reports.miss_reasons import Past
+from kvtier.store.sharing import Sharing, SpareLane
 from kvtier.tiers.base import Tier
 
 if TYPE_CHECKING:

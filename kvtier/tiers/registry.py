@@ -20,9 +20,8 @@ from typing import Any, cast
 
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import require
-from kvtier.core.places import REMOTE
-from kvtier.tiers.finding import Finding
-from kvtier.tiers.seam import Draft, Opened, Opening, Parts, TierFacts, TierSection, Trial
+from kvtier.core.lookup import REMOTE
+from kvtier.tiers.seam import Draft, Finding, Opened, Opening, Parts, TierFacts, TierSection, Trial
 
 GROUP = "kvtier.tiers"
 _OURS = {

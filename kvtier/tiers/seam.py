@@ -21,10 +21,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
-from kvtier.core.errors import KVTierError
+from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.fact import Fact
 from kvtier.tiers.base import Tier
-from kvtier.tiers.finding import Finding
+
+State = Literal["ok", "warn", "fail"]
+
+
+class Finding(NamedTuple):
+    check: str
+    state: State
+    seen: str
+    do: str = ""
+
+    @classmethod
+    def of(cls, check: str, wrong: str, seen: str, do: str) -> Finding:
+        """A fail if ``wrong`` is not empty, else ok with ``seen``."""
+        return cls(check, "fail", wrong, do) if wrong else cls(check, "ok", seen)
+
+
+def refused(look: Callable[[], object]) -> str:
+    """The text of ``look``'s ConfigError, "" without one."""
+    try:
+        look()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
 
 Value = int | float | str
 T = TypeVar("T", int, float)

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, ChunkLayout, own_half, parent_half
+from kvtier.core.chunk import (
+    KEY_BYTES,
+    PAGE_BYTES,
+    ChunkKey,
+    ChunkLayout,
+    coldest_first,
+    own_half,
+    parent_half,
+)
 from kvtier.core.errors import StateError, TierError
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
@@ -22,7 +30,6 @@ from kvtier.tiers.nvme import files
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.index import RECORD_BYTES, pack_record, payload_checksum, slots_within
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.recovery_order import coldest_first
 from tests.child_process import DEADLINE_S
 from tests.huge_pages import populated
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room

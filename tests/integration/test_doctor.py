@@ -19,7 +19,7 @@ from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.started import Started
-from kvtier.tiers.finding import Finding
+from kvtier.tiers.seam import Finding
 from tests import server_process as engines
 from tests.child_process import wait_for
 from tests.command import kvtier

@@ -4,8 +4,7 @@ child, else by stamp."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, own_half, parent_half
-from kvtier.tiers.recovery_order import coldest_first
+from kvtier.core.chunk import ChunkKey, ChunkLayout, coldest_first, own_half, parent_half
 
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (1,))
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
-from kvtier.core.places import RAM_PLACE
+from kvtier.core.lookup import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.segments import SETTINGS

@@ -14,10 +14,10 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.base import Tier
-from kvtier.tiers.finding import Finding
 from kvtier.tiers.seam import (
     NO_URL,
     Draft,
+    Finding,
     Opened,
     Opening,
     TierFacts,

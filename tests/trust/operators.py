@@ -67,7 +67,7 @@ OPERATORS = (
 other one, which no test that notices one of them can miss. ``|`` is left out: it stands in
 annotations, which do nothing at run time."""
 RESULTS = ROOT / "bench/results/operators.json"
-_WITHOUT = ("-p", "no:anyio", "-p", "no:benchmark", "-p", "no:xdist")
+_WITHOUT = ("-p", "no:anyio", "-p", "no:xdist")
 """Plugins whose import takes a third of such a suite's time."""
 SUITE_S = 60
 """A suite that takes longer has noticed: a loop does not end."""

@@ -11,8 +11,8 @@ def scheduler_half(
     """``parts``: where each rank's parts of a slot lie. It has the extensions that every engine
     has."""
     from kvtier.connectors.vllm.extension import Duty, Tools
+    from kvtier.connectors.vllm.extensions.installed import HintDelivery
     from kvtier.connectors.vllm.extensions.misses import Misses
-    from kvtier.connectors.vllm.extensions.shipped import HintDelivery
     from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
     from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf

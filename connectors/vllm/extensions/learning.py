@@ -15,7 +15,7 @@ from kvtier.connectors.vllm.extension import Extension
 from kvtier.core.lanes import Executor, Lane
 from kvtier.load_policy.latency import Pace
 from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime
-from kvtier.tiers.nvme.learnt import read_learnt, write_learnt
+from kvtier.tiers.nvme.folder import read_learnt, write_learnt
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import StepReport

@@ -12,7 +12,7 @@ from kvtier.connectors.vllm.groups import Geometry, Piece, Run
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.scheduler_side.requests import RequestNames
 from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
-from kvtier.core.places import RAM
+from kvtier.core.lookup import RAM
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from kvtier.config.load import encryption_key, filled
 from kvtier.core.fact import known
 from kvtier.core.terminal import size_text
 from kvtier.started import Started
-from kvtier.tiers.finding import Finding, refused
+from kvtier.tiers.seam import Finding, refused
 
 
 def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:

@@ -27,7 +27,7 @@ from kvtier.core import processes
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact
 from kvtier.core.processes import environment
-from kvtier.tiers.finding import Finding
+from kvtier.tiers.seam import Finding
 
 _LOAD_TIMEOUT_S = 120
 _LOAD = f"""

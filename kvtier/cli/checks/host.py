@@ -14,7 +14,7 @@ from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
 from kvtier.started import Started
-from kvtier.tiers.finding import Finding
+from kvtier.tiers.seam import Finding
 
 _SMALL_SHM = 256 << 20
 _POPULATE_LINUX = (5, 14)

@@ -17,10 +17,9 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import size_text
 from kvtier.started import Started
 from kvtier.store.reports.zero_hits import ZeroHits, totals
-from kvtier.tiers.finding import Finding
 from kvtier.tiers.nvme.disks import left_behind, probe_disks
 from kvtier.tiers.registry import RegisteredTier
-from kvtier.tiers.seam import TierSection
+from kvtier.tiers.seam import Finding, TierSection
 
 
 def check_ram() -> Finding:

@@ -23,11 +23,11 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from kvtier.config.streams import Stream
+from kvtier.config.values import Stream
 from kvtier.extensions import zmtp
 from kvtier.extensions.engine_index.kv_event_pieces import decoding
 from kvtier.extensions.engine_index.picture import Picture
-from kvtier.server.beside import in_turns
+from kvtier.server.extension import in_turns
 from kvtier.server.log_limit import LogLimit
 
 logger = logging.getLogger("kvtier.admin.engines")

@@ -8,11 +8,10 @@ from contextlib import AbstractAsyncContextManager
 from kvtier.admin.forms import EngineLookup, EngineTierLookup
 from kvtier.admin.status import EngineIndex, EngineStatus
 from kvtier.config.keys import Config
-from kvtier.config.streams import Stream, parse
+from kvtier.config.values import Stream, parse_streams
 from kvtier.extensions.engine_index.follow import EVENTS, Followed, following
 from kvtier.extensions.engine_index.picture import PromptBlocks
-from kvtier.server.beside import in_turns
-from kvtier.server.extension import ServerExtension
+from kvtier.server.extension import ServerExtension, in_turns
 from kvtier.server.server import Server
 
 _MOST_BLOCKS = 1 << 21
@@ -20,7 +19,7 @@ _MOST_BLOCKS = 1 << 21
 
 
 def beside_server(config: Config) -> FollowedEngines | None:
-    return FollowedEngines(parse(config.admin.engines)) if config.admin.engines else None
+    return FollowedEngines(parse_streams(config.admin.engines)) if config.admin.engines else None
 
 
 class FollowedEngines(EngineIndex, ServerExtension):

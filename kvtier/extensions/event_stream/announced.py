@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
-from kvtier.core.places import Change
+from kvtier.core.lookup import Change
 from kvtier.core.steps import AT_ONCE, Steps
 from kvtier.protocol.kv_events import (
     AllBlocksCleared,

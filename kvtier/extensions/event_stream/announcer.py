@@ -28,7 +28,7 @@ from kvtier.connectors.vllm.groups import Geometry, Kind, Piece
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.places import RAM_PLACE, Change
+from kvtier.core.lookup import RAM_PLACE, Change
 from kvtier.protocol.kv_events import where
 from kvtier.tiers.registry import is_shared
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvtier.client.connect import Address
-from kvtier.config.streams import parse_one
+from kvtier.config.values import parse_stream
 from kvtier.core.errors import ConfigError
 from kvtier.extensions import zmtp
 from kvtier.extensions.event_stream.announced import Announced
@@ -35,7 +35,7 @@ from kvtier.server.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from kvtier.config.keys import Config
-    from kvtier.config.streams import Stream
+    from kvtier.config.values import Stream
     from kvtier.server.server import Server
 
 logger = logging.getLogger("kvtier.server")
@@ -63,7 +63,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def beside_server(config: Config) -> Publisher | None:
-    return Publisher(parse_one(config.server.events)) if config.server.events else None
+    return Publisher(parse_stream(config.server.events)) if config.server.events else None
 
 
 class Publisher(ServerExtension):

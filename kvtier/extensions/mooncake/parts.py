@@ -11,9 +11,9 @@ from typing import ClassVar
 from kvtier.core.terminal import size_text
 from kvtier.extensions.mooncake import url
 from kvtier.extensions.mooncake import url as rules
-from kvtier.tiers.finding import Finding
 from kvtier.tiers.seam import (
     Draft,
+    Finding,
     Opened,
     Opening,
     TierFacts,

@@ -18,10 +18,10 @@ from kvtier.core.lanes import Lane
 from kvtier.core.terminal import size_text
 from kvtier.extensions.objects import url as rules
 from kvtier.extensions.objects.url import parse
-from kvtier.tiers.finding import Finding
 from kvtier.tiers.seam import (
     NO_URL,
     Draft,
+    Finding,
     Opened,
     Opening,
     TierFacts,

@@ -24,7 +24,7 @@ _MOST = 65_536
 
 
 class Room(NamedTuple):
-    """One Store's part of a place that several Stores share (:mod:`kvtier.server.balance`)."""
+    """One Store's part of a place that several Stores share (:mod:`kvtier.server.shares`)."""
 
     unit: int
     """Bytes of one chunk there."""

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.places import RAM_PLACE, Change
+from kvtier.core.lookup import RAM_PLACE, Change
 from kvtier.store.directory import Directory
 from kvtier.store.entry import READY
 from kvtier.store.observer import Left, Observer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvtier.core.lookup import Served
-from kvtier.core.places import RAM
+from kvtier.core.lookup import RAM, Served
 from kvtier.core.report import FIRST_BIT, PLACES
 from kvtier.eviction.saved_compute import DEFAULT_S0, SavedCompute
 from kvtier.store.observer import Observer

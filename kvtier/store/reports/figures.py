@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvtier.core.places import RAM
+from kvtier.core.lookup import RAM
 from kvtier.core.report import SizeClassStatus, TierStatus
 from kvtier.eviction.what_if import SCALES
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvtier.core.places import RAM
+from kvtier.core.lookup import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.report import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 from kvtier.eviction.what_if import Point

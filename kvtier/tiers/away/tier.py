@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from kvtier.core.chunk import ChunkKey
+from kvtier.core.chunk import ChunkKey, coldest_first
 from kvtier.core.errors import StateError
 from kvtier.core.steps import pieces
-from kvtier.tiers.base import Tier
+from kvtier.tiers.base import AWAY_EVENTS, EventCounts, Tier
 from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
-from kvtier.tiers.event_counts import AWAY_EVENTS, EventCounts
-from kvtier.tiers.recovery_order import coldest_first
 
 _AT_ONCE = 32
 _MOST = 65_536

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvtier.core.fact import UNSEEN, Fact, known, unknown
+from kvtier.core.fact import ROOT, UNSEEN, Fact, Mount, fact_of, known, mounts, text_of, unknown
 from kvtier.core.terminal import size_text
 from kvtier.tiers.nvme.folder import may_take
 from kvtier.tiers.nvme.in_use import holder
-from kvtier.tiers.nvme.proc import ROOT, Mount, fact_of, mounts, text_of
 
 CANDIDATES = (
     "/var/lib/kvtier",

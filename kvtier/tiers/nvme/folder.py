@@ -1,5 +1,5 @@
 """TierFolder: this user's alone (:mod:`kvtier.tiers.own_folder`). Who may write its parents can
-take it away, which :func:`leads_to` notices."""
+take it away, which :func:`leads_to` notices. And its page of speeds that a start has measured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from contextlib import suppress
 from glob import iglob
 from pathlib import Path
 
+import msgspec
+from xxhash import xxh3_128_digest
+
+from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import TierError
 from kvtier.tiers.own_folder import OwnFolder
 
@@ -52,3 +56,60 @@ def holders_of_removed(path: Path) -> list[int]:
             if os.readlink(link) == gone:
                 holders.add(int(Path(link).parts[2]))
     return sorted(holders)
+
+
+_FORMAT = b"kvtier/learnt/1\n"
+_CHECKSUM_BYTES = 16
+_MOST_NAMES, _LONGEST_NAME = 8, 120
+"""Most engines and places. They fill at most half a page."""
+_SLOWEST_TOKEN_S, _SLOWEST_CHUNK_S = 60.0, 600.0
+
+
+class Learnt(msgspec.Struct):
+    engines: dict[str, tuple[float, float]] = {}
+    """Engine -> seconds a token, and a token of depth. The newest is last."""
+    paces: dict[str, float] = {}
+    """Place and size -> seconds of reading a chunk. The newest is last."""
+
+
+def read_learnt(folder: Path) -> Learnt:
+    try:
+        with TierFolder(folder) as files:
+            fd = files.open(LEARNT_NAME, os.O_RDONLY)
+            try:
+                page = os.pread(fd, PAGE_BYTES, 0)
+            finally:
+                os.close(fd)
+        body = page[_CHECKSUM_BYTES:]
+        if xxh3_128_digest(body) != page[:_CHECKSUM_BYTES] or not body.startswith(_FORMAT):
+            return Learnt()
+        found = msgspec.json.decode(body[len(_FORMAT) :], type=Learnt)
+    except (OSError, TierError, msgspec.MsgspecError, ValueError):
+        return Learnt()
+    return _bounded(found)
+
+
+def write_learnt(folder: Path, learnt: Learnt) -> None:
+    """Replace the page. A failure costs only the next start's knowledge."""
+    body = _FORMAT + msgspec.json.encode(_bounded(learnt))
+    page = body.ljust(PAGE_BYTES - _CHECKSUM_BYTES)
+    with suppress(OSError, TierError), TierFolder(folder) as files:
+        fd = files.open(LEARNT_NAME, os.O_WRONLY, make=True)
+        try:
+            os.pwrite(fd, xxh3_128_digest(page) + page, 0)
+        finally:
+            os.close(fd)
+
+
+def _bounded(found: Learnt) -> Learnt:
+    engines = {
+        name[:_LONGEST_NAME]: each
+        for name, each in found.engines.items()
+        if 0 < each[0] < _SLOWEST_TOKEN_S and 0 <= each[1] < _SLOWEST_TOKEN_S
+    }
+    paces = {
+        name[:_LONGEST_NAME]: each
+        for name, each in found.paces.items()
+        if 0 < each < _SLOWEST_CHUNK_S
+    }
+    return Learnt(dict([*engines.items()][-_MOST_NAMES:]), dict([*paces.items()][-_MOST_NAMES:]))

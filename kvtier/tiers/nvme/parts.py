@@ -16,7 +16,6 @@ from typing import ClassVar
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
 from kvtier.tiers.base import Tier
-from kvtier.tiers.finding import Finding, refused
 from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk, probe_disk
 from kvtier.tiers.nvme.several import (
     free_rooms,
@@ -25,7 +24,18 @@ from kvtier.tiers.nvme.several import (
     require_apart,
     require_ours,
 )
-from kvtier.tiers.seam import Draft, Opened, Opening, TierFacts, TierSection, Trial, key, then_tried
+from kvtier.tiers.seam import (
+    Draft,
+    Finding,
+    Opened,
+    Opening,
+    TierFacts,
+    TierSection,
+    Trial,
+    key,
+    refused,
+    then_tried,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

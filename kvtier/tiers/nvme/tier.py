@@ -16,11 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.core.chunk import PAGE_BYTES, ChunkKey
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, coldest_first
 from kvtier.core.errors import StateError, TierError
 from kvtier.core.tenant import OWNER_BYTES, UNOWNED
-from kvtier.tiers.base import Tier
-from kvtier.tiers.event_counts import EVENTS, EventCounts
+from kvtier.tiers.base import EVENTS, EventCounts, Tier
 from kvtier.tiers.nvme.files import SlotFiles
 from kvtier.tiers.nvme.index import (
     CHECKSUM_BYTES,
@@ -33,7 +32,6 @@ from kvtier.tiers.nvme.index import (
     slots_within,
     table_bytes,
 )
-from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS = 64
@@ -254,7 +252,7 @@ class NvmeTier(Tier):
     def find(self, keys: Sequence[ChunkKey]) -> int:
         places = self._places
         if self._trouble:
-            self._look()  # asked of an idle server, too: see kvtier.server.beside
+            self._look()  # asked of an idle server, too: see kvtier.server.extension
         for count, key in enumerate(keys):
             if key not in places:
                 return count

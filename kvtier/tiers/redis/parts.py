@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, rate, unknown
 from kvtier.core.terminal import size_text
-from kvtier.tiers.finding import Finding
 from kvtier.tiers.redis import url as rules
 from kvtier.tiers.redis.url import parse, safe
 from kvtier.tiers.seam import (
     NO_URL,
     Draft,
+    Finding,
     Opened,
     Opening,
     TierFacts,

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin import http as admin
-from kvtier.admin.port import bind
+from kvtier.admin.places import bind
 from kvtier.admin.status import EVERY_S, History
 from kvtier.cli import operate
 from kvtier.core.chunk import ChunkLayout

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvtier.config.streams import Stream, parse, parse_one
-from kvtier.config.values import masked
+from kvtier.config.values import Stream, masked, parse_stream, parse_streams
 
 
 def test_names_endpoints_and_replay_endpoints():
@@ -11,7 +10,7 @@ def test_names_endpoints_and_replay_endpoints():
         "engine-1=tcp://10.0.0.1:5557?replay=5558, b=tcp://[::1]:1?replay=tcp://h:2,"
         "c=ipc:///run/e?replay=ipc:///run/r,d=tcp://host.name:3"
     )
-    assert parse(text) == [
+    assert parse_streams(text) == [
         Stream("engine-1", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"),
         Stream("b", "tcp://[::1]:1", "tcp://h:2"),
         Stream("c", "ipc:///run/e", "ipc:///run/r"),
@@ -20,12 +19,12 @@ def test_names_endpoints_and_replay_endpoints():
 
 
 def test_a_servers_own_stream_has_no_name():
-    assert parse_one("tcp://127.0.0.1:5561?replay=5562") == Stream(
+    assert parse_stream("tcp://127.0.0.1:5561?replay=5562") == Stream(
         "server", "tcp://127.0.0.1:5561", "tcp://127.0.0.1:5562"
     )
     for text in ("", "a=tcp://h:1", "tcp://h:1,b=tcp://h:2", "tcp://*:5557", "5561"):
         with pytest.raises(ValueError, match=r"no list of event streams|too many values"):
-            parse_one(text)
+            parse_stream(text)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def test_a_servers_own_stream_has_no_name():
 )
 def test_what_is_no_list_of_streams(text):
     with pytest.raises(ValueError, match="no list of event streams"):
-        parse(text)
+        parse_streams(text)
 
 
 def test_streams_are_shown_as_they_are_and_a_password_in_them_is_not():

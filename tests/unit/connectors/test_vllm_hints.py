@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvtier.connectors.vllm.extensions.shipped import HintDelivery
+from kvtier.connectors.vllm.extensions.installed import HintDelivery
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint, salt_name

@@ -11,8 +11,7 @@ from kvtier.connectors.vllm.extensions.learning import Learning, engine_name
 from kvtier.load_policy.latency import Pace
 from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime
 from kvtier.testing import ManualLane
-from kvtier.tiers.nvme.folder import LEARNT_NAME
-from kvtier.tiers.nvme.learnt import Learnt, read_learnt, write_learnt
+from kvtier.tiers.nvme.folder import LEARNT_NAME, Learnt, read_learnt, write_learnt
 from tests.clock import Clock
 
 SAID = Learnt({"one": (1e-3, 1e-9)}, {"nvme 4096 /disk": 0.02})

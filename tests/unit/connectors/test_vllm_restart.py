@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.tiers.nvme.folder import LEARNT_NAME
-from kvtier.tiers.nvme.learnt import read_learnt
+from kvtier.tiers.nvme.folder import LEARNT_NAME, read_learnt
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer

@@ -25,7 +25,7 @@ def hosts():
     """vLLM warns while it is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return importlib.import_module("kvtier.connectors.vllm.hosts")
+        return importlib.import_module("kvtier.connectors.vllm.layout")
 
 
 def parallel(replicas=1, **other):
@@ -36,9 +36,9 @@ def parallel(replicas=1, **other):
 
 
 def refuse(config, **other):
-    from kvtier.connectors.vllm import hosts
+    from kvtier.connectors.vllm import layout
 
-    hosts.refuse(parallel(**other), config.server, spans=config.engine.spans)
+    layout.refuse_hosts(parallel(**other), config.server, spans=config.engine.spans)
 
 
 @pytest.mark.parametrize(

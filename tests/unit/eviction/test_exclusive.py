@@ -9,8 +9,7 @@ from kvtier.bench.queue.traffic import traffic
 from kvtier.bench.traces.mooncake import BLOCK_TOKENS
 from kvtier.bench.traces.simulate import Cache, simulate, unique
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.exclusive import Exclusive
+from kvtier.eviction.adaptive import Adaptive, Exclusive
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, Segments, Setting
 from kvtier.store.directory import Directory

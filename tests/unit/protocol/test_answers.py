@@ -13,8 +13,7 @@ import pytest
 from kvtier.client.client import Client
 from kvtier.client.connect import ServerAccess, hello
 from kvtier.core.errors import StateError
-from kvtier.core.lookup import Progress
-from kvtier.core.places import Change
+from kvtier.core.lookup import Change, Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox

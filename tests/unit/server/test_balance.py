@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.server.balance import _LEAST_PART, _TURN_PART, Side, divide, shift
+from kvtier.server.shares import _LEAST_PART, _TURN_PART, Side, divide, shift
 
 PLACE = 1000 * 80
 

@@ -8,7 +8,7 @@ import pytest
 from kvtier.client.client import Client
 from kvtier.client.connect import ServerAccess, hello
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.places import Change
+from kvtier.core.lookup import Change
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.store.observers import changes

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.places import RAM_PLACE, Change
+from kvtier.core.lookup import RAM_PLACE, Change
 from kvtier.store.directory import Directory
 from kvtier.store.observer import Left
 from kvtier.store.observers.changes import Changes

@@ -10,7 +10,7 @@ from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.check import discard
-from kvtier.tiers.nvme.learnt import Learnt, read_learnt, write_learnt
+from kvtier.tiers.nvme.folder import Learnt, read_learnt, write_learnt
 from tests.child_process import wait_for
 
 SLOT = 8192

@@ -6,8 +6,7 @@ import pytest
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.store.directory import Directory
 from kvtier.store.observer import Left
-from kvtier.store.observers.past import Past
-from kvtier.store.reports.miss_reasons import FirstChunks, Marks
+from kvtier.store.reports.miss_reasons import FirstChunks, Marks, Past
 
 LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (4096,))
 

@@ -17,7 +17,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
-from kvtier.eviction.exclusive import Exclusive
+from kvtier.eviction.adaptive import Exclusive
 from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import Segments
 from kvtier.server.registry import SizeClass

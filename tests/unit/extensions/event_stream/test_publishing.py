@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.config.keys import Config
-from kvtier.config.streams import parse_one
+from kvtier.config.values import parse_stream
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.extensions.event_stream import publishing
@@ -31,7 +31,7 @@ def gone(number, blocks=1):
 @pytest.fixture
 def at():
     with short_folder() as folder:
-        yield parse_one(f"ipc://{folder}/events?replay=ipc://{folder}/replay")
+        yield parse_stream(f"ipc://{folder}/events?replay=ipc://{folder}/replay")
 
 
 def during(at, act):
@@ -114,7 +114,7 @@ def test_a_client_that_does_not_read_its_replay_delays_no_other(at, monkeypatch)
 
 def test_a_place_that_is_taken_is_an_error_before_engines_are_let_in():
     at = f"tcp://127.0.0.1:{free_port()}"
-    first = publishing.Publisher(parse_one(at))
+    first = publishing.Publisher(parse_stream(at))
     with pytest.raises(ConfigError, match="cannot listen at"):
         publishing.beside_server(Config().with_keys(server_events=at))
     first.close()
@@ -125,7 +125,9 @@ def test_every_address_that_other_users_reach_is_warned_of(caplog, at):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             try:
-                one = publishing.Publisher(parse_one(f"tcp://{host}:{free_port()}") if host else at)
+                one = publishing.Publisher(
+                    parse_stream(f"tcp://{host}:{free_port()}") if host else at
+                )
             except ConfigError:
                 continue  # a host without IPv6
         one.close()
@@ -135,7 +137,7 @@ def test_every_address_that_other_users_reach_is_warned_of(caplog, at):
 def test_a_stream_in_a_folder_that_others_may_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="others may write"):
-        publishing.Publisher(parse_one(f"ipc://{tmp_path}/events"))
+        publishing.Publisher(parse_stream(f"ipc://{tmp_path}/events"))
 
 
 def test_subscribers_are_told_that_a_server_ends(at):

@@ -10,7 +10,7 @@ from kvtier.connectors.vllm.groups import Group as CacheGroup
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.places import RAM_PLACE
+from kvtier.core.lookup import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
 from kvtier.store.store import Store
