@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from kvtier.load_policy.prefill import PrefillTime
 
-GPU_UTILIZATION = 0.9
+GPU_MEMORY_PART = 0.9
 GPU_OVERHEAD_BYTES = 2 << 30
 """Activations, CUDA graphs and the runtime, a GPU."""
-_USABLE_PEAK = 0.5
+_USABLE_PEAK_PART = 0.5
 """Share of a spec sheet's matrix peak that long prefills reach."""
 
 
@@ -98,7 +98,7 @@ def estimated_prefill(
 ) -> PrefillTime:
     """Estimate before a measurement: 2 operations a parameter and token at half of the peak.
     ``attention_flops``: of a prompt, for each square of its tokens."""
-    usable = peak_flops * _USABLE_PEAK
+    usable = peak_flops * _USABLE_PEAK_PART
     return PrefillTime(2 * active_parameters / usable, 2 * attention_flops / usable)
 
 
@@ -123,7 +123,7 @@ def break_even(
 
 def gpu_kv_bytes(gpus: int, bytes_each: int, weight_bytes: int) -> int:
     """Memory that GPUs with one copy of the weights leave for the engine's own KV cache."""
-    usable = int(gpus * (bytes_each * GPU_UTILIZATION - GPU_OVERHEAD_BYTES))
+    usable = int(gpus * (bytes_each * GPU_MEMORY_PART - GPU_OVERHEAD_BYTES))
     return max(0, usable - weight_bytes)
 
 

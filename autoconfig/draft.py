@@ -15,7 +15,7 @@ from kvtier.tiers.seam import Value
 
 T = TypeVar("T", int, float)
 
-_RAM_LATENCY = 0.0002
+_RAM_LATENCY_S = 0.0002
 """Seconds from the request to the first byte."""
 
 
@@ -84,7 +84,7 @@ def break_even_row(
     out. ``latency``: seconds until the first byte. None: the usual ones."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
-    usual = TIERS[name].section.latency_s if name in TIERS else _RAM_LATENCY
+    usual = TIERS[name].section.latency_s if name in TIERS else _RAM_LATENCY_S
     wait = usual if latency is None else latency
     tokens = break_even(bandwidth, wait, load.kv_bytes, draft.prefill, load.longest)
     source = f"{rate_text(bandwidth)} ({speed.source})"

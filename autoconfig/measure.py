@@ -1,5 +1,5 @@
 """Bounded measurements for a plan: memory copy, O_DIRECT on each path, and what each tier on the
-network measures of itself. At most :data:`SECONDS` in total.
+network measures of itself. At most :data:`MEASURE_S` in total.
 
 Memory and disks are measured with one thread. A disk with many queues may do better than measured,
 so the plan errs on the slow side.
@@ -17,15 +17,15 @@ from kvtier.core.fact import Fact, known, rate, unknown
 from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk, open_direct
 from kvtier.tiers.seam import TierFacts
 
-SECONDS = 5.0
-_BLOCK = 4 * MIB
+MEASURE_S = 5.0
+_BLOCK_BYTES = 4 * MIB
 _COPY_BYTES = 64 * MIB
 _FILE_BLOCKS = 64
-_KEEP_FREE = 8
+_FREE_PARTS = 8
 """A trial file takes at most this part (1/8) of the free space."""
 
 
-def measure(facts: Facts, seconds: float = SECONDS) -> Facts:
+def measure(facts: Facts, seconds: float = MEASURE_S) -> Facts:
     """``facts`` with measured speeds. A failure is an unknown fact with its reason. A trial stops
     when its share of ``seconds`` is used up, but for the operation (4 MiB) that has begun."""
     copy = _copy_speed(seconds * 0.1)
@@ -58,7 +58,7 @@ def _can_time(disk: Disk) -> bool:
     return (
         bool(disk.o_direct.value)
         and kind not in RAM_FILESYSTEMS
-        and (disk.free.value or 0) >= _KEEP_FREE * _BLOCK
+        and (disk.free.value or 0) >= _FREE_PARTS * _BLOCK_BYTES
     )
 
 
@@ -66,14 +66,16 @@ def _timed_disk(disk: Disk, seconds: float) -> Disk:
     place = Path(disk.path)
     while not place.is_dir():
         place = place.parent
-    blocks = max(1, min(_FILE_BLOCKS, (disk.free.value or 0) // _KEEP_FREE // _BLOCK))
+    blocks = max(1, min(_FILE_BLOCKS, (disk.free.value or 0) // _FREE_PARTS // _BLOCK_BYTES))
     try:
-        with open_direct(place) as fd, mmap.mmap(-1, _BLOCK) as buffer:
-            buffer[:] = os.urandom(_BLOCK)
-            rate(lambda i: os.pwrite(fd, buffer, i * _BLOCK), seconds / 2, blocks)
-            whole = max(1, os.fstat(fd).st_size // _BLOCK)
+        with open_direct(place) as fd, mmap.mmap(-1, _BLOCK_BYTES) as buffer:
+            buffer[:] = os.urandom(_BLOCK_BYTES)
+            rate(lambda i: os.pwrite(fd, buffer, i * _BLOCK_BYTES), seconds / 2, blocks)
+            whole = max(1, os.fstat(fd).st_size // _BLOCK_BYTES)
             speed = rate(
-                lambda i: os.preadv(fd, [buffer], i * 7 % whole * _BLOCK), seconds / 2, 4 * blocks
+                lambda i: os.preadv(fd, [buffer], i * 7 % whole * _BLOCK_BYTES),
+                seconds / 2,
+                4 * blocks,
             )
     except OSError as error:
         return replace(disk, read_speed=unknown(f"O_DIRECT trial failed: {error}"))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvtier.autoconfig.breakeven import (
     CPU_CORE_FLOPS,
     GPU_KINDS,
-    GPU_UTILIZATION,
+    GPU_MEMORY_PART,
     estimated_prefill,
     gpu_kind,
     gpu_kv_bytes,
@@ -38,13 +38,13 @@ from kvtier.load_policy.prefill import PrefillTime
 from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
 from kvtier.tiers.registry import TIERS, planned
 
-LONG_CONTEXT = 32_768
+LONG_CONTEXT_TOKENS = 32_768
 CHUNK_TOKENS = Config().engine.chunk_tokens
 _TYPICAL_KV_BYTES = 128 << 10
 """KV bytes a token in models of about 8 billion parameters."""
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
-_WARM = 3
+_WARM_FACTOR = 3
 """Factor by which another disk must be faster than one that has chunks from before."""
 _HALF = "; half of what is free: --trace says what more would bring"
 
@@ -103,11 +103,11 @@ def _load(facts: Facts, draft: Plan) -> Load:
             "engine",
             "replicas x engines; RAM, disk and Redis are divided equally",
         )
-    longest = engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT
+    longest = engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT_TOKENS
     draft.prefill = _prefill(facts, ranks, draft)
     return Load(
         kv_bytes=stored,
-        long_tokens=min(longest, LONG_CONTEXT),
+        long_tokens=min(longest, LONG_CONTEXT_TOKENS),
         longest=longest,
         link=_link(facts, ranks // hosts, draft),
         ranks=ranks // hosts,
@@ -378,7 +378,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 def _worth(usable: _Usable) -> tuple[float, int]:
     """Rank of a folder. Speeds are measured anew at each start, and a start in another folder would
     be cold: one with chunks stays until another is clearly faster."""
-    warm = _WARM if usable.disk.own.value else 1
+    warm = _WARM_FACTOR if usable.disk.own.value else 1
     return usable.speed * warm, usable.size
 
 
@@ -471,7 +471,7 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 # kept for long is the disk's.
 
 _LESS = "--gpu-memory-utilization"
-_MOST_SHARED_PART = 8
+_SHARED_PARTS = 8
 """The tier takes at most this part (1/8) of the memory, unless one long context needs more."""
 
 
@@ -481,7 +481,7 @@ def _slots_for_loads(facts: Facts, load: Load) -> int:
     one = load.long_tokens * load.kv_bytes
     wanted = max(2 * one, load.longest * load.kv_bytes)
     total = facts.memory.total.value
-    return max(one, min(wanted, total // _MOST_SHARED_PART // load.stores)) if total else 2 * one
+    return max(one, min(wanted, total // _SHARED_PARTS // load.stores)) if total else 2 * one
 
 
 def _copies_to_come(facts: Facts) -> int:
@@ -499,8 +499,8 @@ def _show_shared(facts: Facts, ram_bytes: int, load: Load, draft: Plan) -> None:
     why = "CPU and GPU share one memory: RAM keeps the slots that loads need, the disk the chunks"
     draft.show("unified_memory", name.value, name.source, why)
     if total and ram_bytes and not facts.engine.started.value:
-        share = GPU_UTILIZATION - ram_bytes * load.stores / total
-        what = f"vLLM's {_LESS}: its usual {GPU_UTILIZATION} less the RAM tier"
+        share = GPU_MEMORY_PART - ram_bytes * load.stores / total
+        what = f"vLLM's {_LESS}: its usual {GPU_MEMORY_PART} less the RAM tier"
         draft.show(
             "gpu_memory_utilization", int(share * 100) / 100, facts.memory.total.source, what
         )

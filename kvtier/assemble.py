@@ -43,7 +43,7 @@ from kvtier.tiers.seam import Opened, Opening, TierSection
 
 logger = logging.getLogger("kvtier")
 
-_READS_QUEUED = 4096
+_QUEUED_READS = 4096
 """Chunks that may wait for a lower tier at once: several of the longest prompts."""
 _REMOTE_THREADS = 4
 """Connections to a server on another host in use at once. Hides the network's round trip."""
@@ -150,7 +150,7 @@ def assemble_store(
             opened = lower.open()
             tier = opened.tier if lower.name == REMOTE else rest.sealed(opened.tier)
             undo.callback(tier.close)
-            lane = Lane(tier.name, opened.threads, urgent_bound=_READS_QUEUED, bound=max(64, slots))
+            lane = Lane(tier.name, opened.threads, urgent_bound=_QUEUED_READS, bound=max(64, slots))
             undo.callback(lane.close, 0.0)
             by_limit = lower.write_limit is not None
             tiers.append(TierSpec(tier, lane, budgets.get(lower.name), by_limit))

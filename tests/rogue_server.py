@@ -90,7 +90,7 @@ def greet(
     descriptor."""
     challenge = wire.Challenge(wire.VERSION, os.urandom(32))
     client.sendall(wire.frame(challenge))
-    hello = hear(client, Inbox(wire.Hello, wire.MAX_GREETING))
+    hello = hear(client, Inbox(wire.Hello, wire.MAX_GREETING_BYTES))
     assert isinstance(hello, wire.Hello)
     proof = b"" if token is None else server_proof(token, challenge, hello)
     if pool is None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvtier.bench.traces.mooncake import Request
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
-from kvtier.core.steps import AT_ONCE, pieces
+from kvtier.core.steps import PIECE_CHUNKS, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
 from kvtier.eviction.order import LRU, PolicyOf
@@ -147,7 +147,7 @@ class Cache:
         run, directory, self._now = request.run, self.directory, now
         self._counts["requests"] += request.about is None
         self._counts["asked"] += len(run)
-        _last_first(directory.used, run, 4 * AT_ONCE)
+        _last_first(directory.used, run, 4 * PIECE_CHUNKS)
         held = self._load(run)
         self._asked += self._of(len(run))
         self._saved += self._of(len(held))
@@ -246,7 +246,7 @@ class Cache:
 
 
 def _last_first(
-    note: Callable[[Sequence[ChunkKey]], object], run: Sequence[ChunkKey], size: int = AT_ONCE
+    note: Callable[[Sequence[ChunkKey]], object], run: Sequence[ChunkKey], size: int = PIECE_CHUNKS
 ) -> None:
     """In the pieces in which a Store tells its index of a run."""
     for part in reversed(list(pieces(run, size))):

@@ -41,7 +41,7 @@ from kvtier.core.errors import LayoutError
 _KEEP_TOKENS = 2_048
 """Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. What prompts share
 may end anywhere. Windows and states at every chunk would take more room than all else."""
-_ENDS_PER_TRUNK = 0.3
+_ENDS_PART = 0.3
 """Room for what is behind ends within a prompt, as a part of the anchors' room. Ends lie further
 apart where each takes more."""
 _ANSWER_CHUNKS = 4
@@ -410,7 +410,7 @@ class Geometry:
         longest = max((group.span for group in self.others), default=0)
         behind = len(self.behind(-(-max(longest, 1) // unit) * unit))
         trunk = len(self.anchors) * self.pieces_per_chunk
-        room = math.ceil(behind / trunk / _ENDS_PER_TRUNK) * self.chunk_tokens
+        room = math.ceil(behind / trunk / _ENDS_PART) * self.chunk_tokens
         return -(-max(_KEEP_TOKENS, room) // unit) * unit
 
     def is_kept(self, end: int, prompt_tokens: int, branches: Sequence[int] = ()) -> bool:

@@ -26,7 +26,7 @@ KINDS = ("over", "keep", "priority", "bad")
 _PREFIX = "kvtier."
 _NO_HINT = "kvtier.cache"
 _LMCACHE_KEEP = "lmcache_retention_ttl_sec"
-_MOST_SESSION = 256
+_SESSION_LETTERS = 256
 MOST_ACTIONS = 64
 _DURATION = re.compile(r"(\d{1,9})([smhd]?)")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -119,7 +119,7 @@ def finite(value: Any) -> float | None:
 
 
 def short_name(value: Any) -> str | None:
-    return value if isinstance(value, str) and 0 < len(value) <= _MOST_SESSION else None
+    return value if isinstance(value, str) and 0 < len(value) <= _SESSION_LETTERS else None
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {

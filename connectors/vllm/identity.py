@@ -68,7 +68,7 @@ _FROM_FOLDER = (
     "runai_streamer_sharded",
 )
 """vLLM's load formats that read the model's own folder, unless ``model_weights`` says otherwise."""
-_MOST_DEPTH = 12
+_MOST_LEVELS = 12
 
 DIGESTS = FileDigests()
 _AT_LOAD: dict[Path, list[tuple[int | str, ...]]] = {}
@@ -182,8 +182,8 @@ class Walk:
             return repr(value)
         if isinstance(value, Enum):
             return f"{type(value).__name__}.{value.name}"
-        if depth == _MOST_DEPTH:
-            self.unnamed.append(f"{place} is nested deeper than {_MOST_DEPTH}")
+        if depth == _MOST_LEVELS:
+            self.unnamed.append(f"{place} is nested deeper than {_MOST_LEVELS}")
             return None
         if isinstance(value, Mapping):
             return {str(key): self._plain(inner, place, depth + 1) for key, inner in value.items()}

@@ -9,7 +9,7 @@ import msgspec
 from kvtier.core.chunk import KEY_BYTES
 from kvtier.eviction.hints import LONGEST_KEEP_S
 
-MAX_BODY = 4 << 20
+MAX_BODY_BYTES = 4 << 20
 MAX_KEYS = 8192
 MAX_TOKENS = 262_144
 JSON = "application/json"

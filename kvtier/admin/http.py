@@ -46,12 +46,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
-from kvtier.admin.places import AT_WORK, Places, Port, is_this_host, without_port
+from kvtier.admin.places import MOST_REQUESTS, Places, Port, is_this_host, without_port
 from kvtier.admin.purge import purge
 from kvtier.admin.status import EngineIndex, History
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import KVTierError
-from kvtier.core.steps import AT_ONCE, Steps, pieces
+from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.extension import in_turns
@@ -63,8 +63,8 @@ from kvtier.store.store import Store
 logger = logging.getLogger("kvtier.admin")
 
 _IDLE_S = 15.0
-_KEYS_AT_ONCE = 2048
-_MOST_NAMED = 20
+_PIECE_KEYS = 2048
+_MOST_NAMES = 20
 _HIDDEN = "{} in trouble; ask with the token, or see the server's log"
 _LINGER_S = 1.0
 """The rest of a body is thrown away for so long after its request was answered."""
@@ -167,7 +167,7 @@ class Admin:
         self._document = _DOCUMENT.read_bytes()
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._answered], client_max_size=forms.MAX_BODY)
+        app = web.Application(middlewares=[self._answered], client_max_size=forms.MAX_BODY_BYTES)
         app.on_response_prepare.append(self._name_start)
         works: Mapping[str, Callable[[Any], Awaitable[web.Response]]] = {
             "/": self._show,
@@ -207,9 +207,9 @@ class Admin:
             signed = self._signed_body(request)
             if signed is None and (route.secret or not (route.open or self._port.local)):
                 self._prove(request)
-            if not route.open and self._places.at_work > AT_WORK:
+            if not route.open and self._places.at_work > MOST_REQUESTS:
                 raise _RefusedError(
-                    503, f"{AT_WORK} requests under way", "fewer at once", "ask again later"
+                    503, f"{MOST_REQUESTS} requests under way", "fewer at once", "ask again later"
                 )
             if route.open:
                 asked: Any = self._port.local or signed is not None or self._is_known(request)
@@ -413,7 +413,7 @@ class Admin:
             404,
             f"namespace {namespace!r}: no chunk of it was found, and no engine of it came since "
             "the server's start" + "".join(f"; not searched: {place}" for place in untouched),
-            f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMED])) or 'none is known'}",
+            f"one of {len(known)}: {', '.join(map(repr, known[:_MOST_NAMES])) or 'none is known'}",
             f"did you mean {near[0]!r}?"
             if near
             else "see /v1/namespaces; if the name is right, nothing of it is left",
@@ -427,7 +427,7 @@ def _by_tier(store: Store, keys: Sequence[ChunkKey]) -> Steps[list[int]]:
     """:meth:`Store.lookup_by_tier` in pieces."""
     found: list[int] = []
     for number, part in enumerate(pieces(keys)):
-        begun = number * AT_ONCE
+        begun = number * PIECE_CHUNKS
         held = store.lookup_by_tier(part)
         found = [
             begun + more if before == begun else before
@@ -458,7 +458,7 @@ def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
     if asked.salt:
         extra = json.dumps({"lora": None, "salt": asked.salt}, sort_keys=True).encode()
     layout = ChunkLayout(bytes.fromhex(asked.fingerprint), asked.chunk_tokens, 1, (1,))
-    chain, step = layout.chain(extra), asked.chunk_tokens * _KEYS_AT_ONCE
+    chain, step = layout.chain(extra), asked.chunk_tokens * _PIECE_KEYS
     for end in range(step, len(asked.tokens), step):
         chain.extend(asked.tokens[:end])
         yield 0.0
@@ -499,7 +499,9 @@ def _plain(request: web.Request, error: web.HTTPException) -> forms.Problem:
     """aiohttp's own refusals in our form."""
     if error.status == 413:
         return forms.Problem(
-            "the body is too long", f"at most {forms.MAX_BODY:,} bytes", "ask for less at once"
+            "the body is too long",
+            f"at most {forms.MAX_BODY_BYTES:,} bytes",
+            "ask for less at once",
         )
     if error.status == 405:
         return forms.Problem(

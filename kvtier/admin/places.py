@@ -24,7 +24,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.server.listening.strangers import Turns, accepted, origin_of
 
 PLACES = 64
-AT_WORK = 32
+MOST_REQUESTS = 32
 """Requests that run at once. Beyond that only liveness and readiness are answered."""
 READ_BYTES = 16 << 10
 """A turn of the loop, of one connection. A body of chunks of one byte would take 20 ms a turn with

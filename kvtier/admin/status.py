@@ -32,7 +32,7 @@ EVERY_S = 10.0
 _KEPT_MOMENTS = 361
 """An hour, and its beginning."""
 _MOST_MODELS = 4
-_OWNERS_LOOKED_AT = 64
+_LOOKED_AT_OWNERS = 64
 __all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
 
 
@@ -106,7 +106,7 @@ def read(server: Server, engines: Sequence[EngineStatus] = ()) -> Stats:
 
 def _models(size_class: SizeClass) -> list[str]:
     """Names as engines give them, ``/models/tiny, process 7``: ``tiny``."""
-    came = islice(reversed(size_class.owners.values()), _OWNERS_LOOKED_AT)
+    came = islice(reversed(size_class.owners.values()), _LOOKED_AT_OWNERS)
     paths = (owner.engine.rpartition(", process")[0].rstrip("/") for owner in came)
     names = dict.fromkeys(path.rpartition("/")[2] for path in paths if path)
     return list(names)[:_MOST_MODELS]

@@ -22,7 +22,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.started import Started
 from kvtier.tiers.seam import Finding
 
-_WIDTH = 18
+_CHECK_COLUMNS = 18
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def line(finding: Finding) -> str:
     """``ok    nvme    what was seen``, and under it what to do."""
-    head = f"{finding.state:5} {finding.check:{_WIDTH}} {finding.seen}"
-    return f"{head}\n{'':{_WIDTH + 6}} -> {finding.do}" if finding.do else head
+    head = f"{finding.state:5} {finding.check:{_CHECK_COLUMNS}} {finding.seen}"
+    return f"{head}\n{'':{_CHECK_COLUMNS + 6}} -> {finding.do}" if finding.do else head
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from kvtier.tiers.nvme.check import discard, tier_folders
 from kvtier.tiers.nvme.disks import probe_disk
 
 _TIMEOUT_S = 60.0
-_LONGEST_START = 64
+_START_LETTERS = 64
 T = TypeVar("T")
 
 
@@ -80,7 +80,7 @@ class Surface:
         headers, answer, text = self._exchanged(path, sent)
         start = answer.headers.get(admin_proof.START_HEADER, "")
         if self._token is not None and start != self._start:
-            self._start = start[:_LONGEST_START]
+            self._start = start[:_START_LETTERS]
             headers, answer, text = self._exchanged(path, sent)
         if answer.status == 200 and self._token is not None:
             proof = answer.headers.get(admin_proof.ANSWER_HEADER, "")
@@ -128,7 +128,7 @@ class Surface:
 
 
 _TOKEN_BYTES = 4096
-_NOTHING = 0.1
+_NOTHING_POINTS = 0.1
 """Points of hits that are not worth a word."""
 _HEADS = (
     *("tier", "held", "fill", "loads", "stores", "read", "written"),
@@ -301,12 +301,12 @@ def _other_sizes(tier: TierStatus, size: int) -> str:
     """``ram of 64 GiB: +64 GiB = +7.0 points``, more first, without sizes that change nothing."""
     ratios = {float(scale): 100 * ratio for scale, ratio in tier.what_if.items()}
     most = max(ratios.values())
-    enough = min(scale for scale, ratio in ratios.items() if most - ratio < _NOTHING)
+    enough = min(scale for scale, ratio in ratios.items() if most - ratio < _NOTHING_POINTS)
     said = [
         f"{'-' if scale < 1 else '+'}{size_text(abs(scale - 1) * size)} = "
         f"{ratio - ratios[1]:+.1f} points"
         for scale, ratio in sorted(ratios.items(), key=lambda one: (one[0] < 1, one[0]))
-        if abs(ratio - ratios[1]) >= _NOTHING and scale <= max(1, enough)
+        if abs(ratio - ratios[1]) >= _NOTHING_POINTS and scale <= max(1, enough)
     ]
     if enough < max(ratios):
         said.append(f"beyond {size_text(enough * size)} it adds nothing")

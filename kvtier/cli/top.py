@@ -43,8 +43,8 @@ _KEYS_S = 0.2
 """How long a key or a new size of the terminal waits at most."""
 _MINUTE_S = 60.0
 _MOST_TENANTS = 8
-_FULL_WIDTH = 6
-_FILE_WIDTH = 140
+_FULL_COLUMNS = 6
+_FILE_COLUMNS = 140
 _BARS = " ▁▂▃▄▅▆▇█"
 _FLOWS = ("loads", "stores", "evicted")
 _FAULTS = ("refused", "failed", "corrupt")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     screen = Screen()
     screen.add(_look(surface, ()))
     # A width that is given would be kept when the terminal is resized.
-    console = Console() if width() else Console(width=_FILE_WIDTH)
+    console = Console() if width() else Console(width=_FILE_COLUMNS)
     if arguments.once:
         console.print(screen.frame(console.width))
         return 0
@@ -294,7 +294,7 @@ def _tiers(now: SizeClassStatus, looked: Stats | None, uptime_s: float) -> Table
 
 def _fill(tier: TierStatus) -> str:
     share = tier.held / tier.capacity if tier.capacity else 0.0
-    return f"{'█' * round(share * _FULL_WIDTH):░<{_FULL_WIDTH}} {share:4.0%}"
+    return f"{'█' * round(share * _FULL_COLUMNS):░<{_FULL_COLUMNS}} {share:4.0%}"
 
 
 def _over_time(moments: Sequence[Moment], columns: int) -> RenderableType:

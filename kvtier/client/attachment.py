@@ -17,7 +17,7 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 
-_UNSENT_BYTES = 4 * wire.MAX_FRAME
+_UNSENT_BYTES = 4 * wire.MAX_FRAME_BYTES
 """A server that has left more unread is given up."""
 
 

@@ -251,7 +251,7 @@ def _handshake(
     bounds_s: tuple[float, float],
 ) -> wire.Welcome:
     """``bounds_s``: for the Challenge, and for the Welcome."""
-    inbox: Inbox[_Greeting] = Inbox(_Greeting, wire.MAX_GREETING)
+    inbox: Inbox[_Greeting] = Inbox(_Greeting, wire.MAX_GREETING_BYTES)
     challenge_s, welcome_s = bounds_s
     deadline = Deadline(challenge_s)
     challenge = _receive(sock, inbox, descriptors, deadline)

@@ -90,7 +90,7 @@ def _check_in_pool(answer: wire.Slots | wire.Claim, pool_slots: int) -> None:
 _EVERY_S = 0.02
 _PATIENCE_S = 1.0
 """An engine without work steps so long for an answer."""
-_MOST_ANNOUNCED, _AT_ONCE = 8192, 32
+_ANNOUNCED_CHUNKS, _SENT_CHUNKS = 8192, 32
 
 
 class Heard:
@@ -138,7 +138,7 @@ class Heard:
         return found + [[] for _ in range(len(keys) - len(found))]
 
     def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
-        if self._publishes and len(self._announced) < _MOST_ANNOUNCED:
+        if self._publishes and len(self._announced) < _ANNOUNCED_CHUNKS:
             self._announced.append((key, place, event))
             self._done_at = time.monotonic()
 
@@ -174,7 +174,7 @@ class Heard:
     def pass_on(self, attachment: Attachment) -> None:
         """As much as the socket takes. Raises as :meth:`ask` does."""
         attachment.flush()
-        for _ in range(_AT_ONCE):
+        for _ in range(_SENT_CHUNKS):
             if not self._announced or not attachment.is_sent:
                 return
             key, place, event = self._announced.popleft()
@@ -182,7 +182,7 @@ class Heard:
                 frame = wire.frame(wire.Announce(key, place, BlockStored(**event)))
             except (TypeError, ValueError, OverflowError):
                 continue  # a client may name its session, salt or adapter as it likes
-            if len(frame) <= wire.MAX_FRAME:
+            if len(frame) <= wire.MAX_FRAME_BYTES:
                 attachment.put_frame(frame)
 
     def _told(self, changed: wire.Changed) -> None:

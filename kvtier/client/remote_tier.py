@@ -43,13 +43,13 @@ _CALL_S = 5.0
 """For a question and its answer, and for the Welcome of a new connection."""
 _SLOWEST_BYTES_S = 4 << 20
 """A call with a chunk may take the time that this rate needs, in addition."""
-_MAX_ANSWER = 4096
+_MAX_ANSWER_BYTES = 4096
 _WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 """The server is left alone after its first fault, because a lane thread waits long for one that
 does not answer, and not for long, because a connection that broke off costs a fault too."""
 _APART_S = 10.0
 """Between two questions whether the server keeps the model in another size. Asked on misses."""
-_REMEMBERED, _REMEMBERED_AT_LEAST = 2, 131_072
+_REMEMBERED_FACTOR, _LEAST_REMEMBERED_CHUNKS = 2, 131_072
 """Chunks that this engine's directory knows of, for each one that fits in the server, and at least
 so many. More than fit: a chunk that leaves the directory is deleted in the server, where others may
 still use it."""
@@ -83,7 +83,7 @@ class RemoteTier(Tier):
         self._closed = self._apart = False
         self._clock, self._apart_due = clock, clock()
         self._breaker = Breaker(clock, 1, _WAIT_S, _LONGEST_WAIT_S)
-        self.capacity = _REMEMBERED_AT_LEAST
+        self.capacity = _LEAST_REMEMBERED_CHUNKS
         if access.is_plain:
             logger.warning(PLAIN, access.address)
         try:
@@ -91,7 +91,7 @@ class RemoteTier(Tier):
         except TierError as error:
             self._failed(error)
         else:
-            self.capacity = max(self.capacity, _REMEMBERED * welcomed.welcome.capacity)
+            self.capacity = max(self.capacity, _REMEMBERED_FACTOR * welcomed.welcome.capacity)
             self._idle.append(_Line(welcomed.socket))
 
     @property
@@ -216,7 +216,7 @@ class _Line:
         self.calls = 0
         self._socket = sock
         self._number = 0
-        self._inbox: Inbox[wire.StreamAnswer] = Inbox(wire.StreamAnswer, _MAX_ANSWER)
+        self._inbox: Inbox[wire.StreamAnswer] = Inbox(wire.StreamAnswer, _MAX_ANSWER_BYTES)
         self._deadline = Deadline(_CALL_S)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:

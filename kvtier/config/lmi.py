@@ -18,7 +18,7 @@ SERVING_PROPERTIES = "/opt/ml/model/serving.properties"
 PROPERTIES_VARIABLE = "KVTIER_PROPERTIES_FILE"
 
 _OPTIONS = ("lmcache_auto_config", "lmcache_config_file")
-_LIKE = 0.8
+_LIKE_PART = 0.8
 _LINE = re.compile(r"((?:\\.|[^\\=:\s])+)\s*[=:\s]?\s*(.*)", re.DOTALL)
 
 
@@ -54,7 +54,7 @@ def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
     given = [(name, "option.") for name in _properties(env)]
     for name, form in [*given, *((name, "OPTION_") for name in env)]:
         own = name.removeprefix(form).lower()
-        near = difflib.get_close_matches(own, _OPTIONS, n=1, cutoff=_LIKE)
+        near = difflib.get_close_matches(own, _OPTIONS, n=1, cutoff=_LIKE_PART)
         if name.startswith(form) and own not in _OPTIONS and near:
             meant = form + (near[0].upper() if form.isupper() else near[0])
             text = f"{name} is not an option of LMI's, so it has no effect; {meant} is one"

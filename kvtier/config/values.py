@@ -194,7 +194,7 @@ def _is_streams(text: str) -> bool:
 _SECRET_NAME = re.compile(
     r"passw|secret|token(?!s)|credential|auth|(api|access|private|encryption)_?key", re.IGNORECASE
 )
-_LONGEST_SHOWN, _SHORTEST_SECRET = 200, 16
+_SHOWN_LETTERS, _SECRET_LETTERS = 200, 16
 
 
 def shown(name: str, value: object, unit: str = "") -> object:
@@ -206,9 +206,9 @@ def shown(name: str, value: object, unit: str = "") -> object:
     text = masked(value)
     plain = str(text)
     if unit == "file":
-        hidden = len(plain) >= _SHORTEST_SECRET and not plain.startswith(("/", "./", "../", "~"))
+        hidden = len(plain) >= _SECRET_LETTERS and not plain.startswith(("/", "./", "../", "~"))
     else:
         hidden = not unit and _SECRET_NAME.search(name) is not None
     if hidden:
         return "***"
-    return text if len(plain) <= _LONGEST_SHOWN else f"{plain[:_LONGEST_SHOWN]}..."
+    return text if len(plain) <= _SHOWN_LETTERS else f"{plain[:_SHOWN_LETTERS]}..."

@@ -18,7 +18,7 @@ import yaml
 from kvtier.core.errors import ConfigError
 
 MOST_BYTES = 1 << 18
-MOST_DEPTH = 16
+MOST_LEVELS = 16
 MOST_NODES = 10_000
 """Keys and values, with each alias counted as all that it stands for."""
 
@@ -66,9 +66,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-        if self._depth == MOST_DEPTH:
+        if self._depth == MOST_LEVELS:
             raise _Refusal(
-                f"line {line}: more than {MOST_DEPTH} levels; expected 'key: value' lines"
+                f"line {line}: more than {MOST_LEVELS} levels; expected 'key: value' lines"
             )
         before, is_alias = self._nodes, self.check_event(yaml.AliasEvent)
         self._depth += 1

@@ -37,7 +37,7 @@ _ROOT_LINK = bytes(_LINK_BYTES)
 _DOMAIN = b"kvtier/chunk/1\0"
 _PIECE_DOMAIN = b"kvtier/piece/1\0"
 _PART_DOMAIN = b"kvtier/part/1\0"
-_MASKS_KEPT = 16
+_KEPT_MASKS = 16
 """Cached results of :func:`_mask_of`, each as large as the keys that it is for."""
 
 
@@ -94,7 +94,7 @@ def renamed(mask: PieceMask, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
     return found
 
 
-@lru_cache(maxsize=_MASKS_KEPT)
+@lru_cache(maxsize=_KEPT_MASKS)
 def _mask_of(masks: tuple[PieceMask, ...], keys: int) -> tuple[int, struct.Struct]:
     """The masks of ``keys`` keys as one number, and the struct that cuts its bytes into keys."""
     mask = b"".join(each.any_but_first * keys for each in masks)

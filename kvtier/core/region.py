@@ -39,7 +39,7 @@ _NAME, _RESERVED_NAME = "kvtier-pool", "kvtier-huge"
 those who count memory tell them apart."""
 # linux/mman.h, Linux 5.14 and 6.1. Python's mmap module does not name them.
 _POPULATE_WRITE, _COLLAPSE = 23, 25
-_REFUSED_AT_MOST = 8
+_MOST_REFUSALS = 8
 """Refusals in a row after which the kernel is not asked any more: each attempt searches memory."""
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # linux/mman.h
 _FAILED = ctypes.c_void_p(-1).value
@@ -154,7 +154,7 @@ class HugePages:
             start, stop = piece * HUGE_BYTES, (piece + 1) * HUGE_BYTES
             if (
                 stop <= self._size
-                and self._refused < _REFUSED_AT_MOST
+                and self._refused < _MOST_REFUSALS
                 and _collapse(memory, start, stop)
             ):
                 self._whole[piece], self._refused = 1, 0

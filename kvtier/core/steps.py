@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-AT_ONCE = 128
+PIECE_CHUNKS = 128
 """Chunks in one piece: a few tenths of a millisecond."""
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def whole(steps: Steps[T]) -> T:
             return result
 
 
-def pieces(items: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
+def pieces(items: Sequence[T], size: int = PIECE_CHUNKS) -> Iterator[Sequence[T]]:
     """``items`` in pieces of ``size``. No items give one empty piece."""
     for first in range(0, max(1, len(items)), size):
         yield items[first : first + size]

@@ -17,14 +17,14 @@ from hashlib import sha256
 
 UNOWNED = 0
 OWNER_BYTES = 16
-_HALF = 64
+_HALF_BITS = 64
 _DOMAIN = b"kvtier/owner/1\0"
 
 
 def tenant(namespace: str) -> int:
     """All chunks of this tenant, of all models. Its lower half is 0. It is for :func:`may` and is
     never a chunk's owner."""
-    return _half(namespace.encode()) << _HALF
+    return _half(namespace.encode()) << _HALF_BITS
 
 
 def owner_of(fingerprint: bytes, namespace: str) -> int:
@@ -40,7 +40,7 @@ def may(owner: int | None, whose: int, *, shared: bool = False) -> bool:
         return True
     if whose == UNOWNED:
         return not shared
-    return owner == whose >> _HALF << _HALF
+    return owner == whose >> _HALF_BITS << _HALF_BITS
 
 
 def _half(text: bytes) -> int:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-_BAR = 30
+_BAR_COLUMNS = 30
 _QUIET_S = 30.0
 _PLAIN_BYTES = 1 << 20
 """From here on a size needs no unit."""
-_LEAST_WRAPPED = 40
+_WRAPPED_COLUMNS = 40
 """The least width of a wrapped last column. Narrower terminals wrap it themselves."""
 
 
@@ -74,7 +74,7 @@ def _lines(
         for index, (cell, wide) in enumerate(zip(cells, widths, strict=True))
     )
     head = "".join(f"{cell}  " for cell in first)
-    room = max(_LEAST_WRAPPED, columns - len(head)) if columns else len(last)
+    room = max(_WRAPPED_COLUMNS, columns - len(head)) if columns else len(last)
     wrapped = textwrap.wrap(last.rstrip(), room) if len(last.rstrip()) > room else [last]
     for index, part in enumerate(wrapped):
         yield ((head if index == 0 else " " * len(head)) + part).rstrip()
@@ -98,7 +98,7 @@ def progress(what: str, requests: int) -> Callable[[int], None]:
         left = f"{part:4.0%} {(now - begun) * (1 - part) / part:4.0f} s left"
         end = "\n"
         if on_terminal:
-            left = f"{'#' * round(_BAR * part):{_BAR}} {left}"
+            left = f"{'#' * round(_BAR_COLUMNS * part):{_BAR_COLUMNS}} {left}"
             end = "\r" if done < requests else "\r\033[K"
         sys.stderr.write(f"{what:14} {left}{end}")
         sys.stderr.flush()
@@ -130,7 +130,7 @@ def exact_size(size: int) -> str:
     return str(size) if size >= _PLAIN_BYTES else f"{size}B"
 
 
-_CUTOFF = 0.6
+_LIKE_PART = 0.6
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,5 +153,5 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, known, n=1, cutoff=_CUTOFF)
+    near = difflib.get_close_matches(given, known, n=1, cutoff=_LIKE_PART)
     return f"; the nearest is {near[0]!r}" if near else ""

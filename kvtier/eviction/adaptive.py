@@ -23,19 +23,19 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import Steps
-from kvtier.eviction.kept import KEEP
+from kvtier.eviction.kept import KEEP_PART
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import Segments
 from kvtier.eviction.sessions import SessionPrompt
 from kvtier.eviction.shadows import Shadows
 
-_PART = 0.25
+_EARLY_PART = 0.25
 """Copies that may leave early for one chunk that is written."""
-_PAUSE, _LONGEST_PAUSE = 400.0, 8_000.0
+_PAUSE_CHUNKS, _LONGEST_PAUSE_CHUNKS = 400.0, 8_000.0
 """Copies more that stay for each chunk that was lost, and at most. A prompt's run is cut there,
 which costs more than the room of many copies is worth."""
-_FIRST_PART = 8
+_ALONE_PARTS = 8
 """At first one of so many chunks in RAM may be there alone."""
 
 
@@ -52,14 +52,14 @@ class Exclusive(Segments):
         """Chunks that RAM kept when their prompt was stored, the latest last."""
         self._alone: OrderedDict[ChunkKey, None] = OrderedDict()
         """Chunks whose copy left early, and that were not written again yet."""
-        self._may_be_alone = ram.room / _FIRST_PART
+        self._may_be_alone = ram.room / _ALONE_PARTS
         self._may_leave = 0.0
         """Copies that may leave early for what was written."""
         ram.evicts.append(self._left_ram)
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
         super().add(run, owner)
-        self._may_leave += _PART * len(run)
+        self._may_leave += _EARLY_PART * len(run)
         alone = self._alone
         for key in run:
             if key in alone:
@@ -108,7 +108,9 @@ class Exclusive(Segments):
             if key in alone:
                 del alone[key]
                 self._may_be_alone = max(1.0, self._may_be_alone / 2)
-                self._may_leave = max(min(self._may_leave, 0.0) - _PAUSE, -_LONGEST_PAUSE)
+                self._may_leave = max(
+                    min(self._may_leave, 0.0) - _PAUSE_CHUNKS, -_LONGEST_PAUSE_CHUNKS
+                )
 
     def _has_room_for_one_more(self) -> bool:
         """Whether one more chunk may be in RAM alone. If not, one of those is looked at, which may
@@ -188,7 +190,7 @@ class Orders(NamedTuple):
     """Of each lower tier that is written when RAM drops a chunk."""
     adaptive: Adaptive | None = None
     """RAM's, if it adapts: it is told of each prompt."""
-    keep: float = KEEP
+    keep: float = KEEP_PART
     """The part of each place that one owner may keep by hints."""
 
 

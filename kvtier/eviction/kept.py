@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
 
-KEEP = 0.5
+KEEP_PART = 0.5
 """The part of a place that one owner may keep, where nothing else is configured."""
-_TOGETHER = 0.75
+_TOGETHER_PART = 0.75
 """The part of a place that all owners may keep together."""
-_LOOKED_AT = 8
+_TICK_CHUNKS = 8
 
 
 class Stay(NamedTuple):
@@ -48,7 +48,7 @@ class Kept:
 
     __slots__ = ("_now", "_of", "_part", "_room", "_share", "stays")
 
-    def __init__(self, room: int, part: float = KEEP, share: float | None = None) -> None:
+    def __init__(self, room: int, part: float = KEEP_PART, share: float | None = None) -> None:
         self._room, self._part, self._share = room, part, share
         self._now = 0.0
         self.stays: OrderedDict[ChunkKey, Stay] = OrderedDict()
@@ -63,7 +63,7 @@ class Kept:
     @property
     def bound(self) -> int:
         """Chunks that all owners may keep together."""
-        return int(max(self._part, _TOGETHER) * self._room)
+        return int(max(self._part, _TOGETHER_PART) * self._room)
 
     def resize(self, room: int) -> list[Released]:
         """Set the room, in chunks. Returns the chunks that are too many."""
@@ -106,7 +106,7 @@ class Kept:
         """Returns those whose time is over, of a few that are looked at. All chunks get their
         turn."""
         self._now, over = now, list[Released]()
-        for key, stay in list(islice(self.stays.items(), _LOOKED_AT)):
+        for key, stay in list(islice(self.stays.items(), _TICK_CHUNKS)):
             if stay.until > now:
                 self.stays.move_to_end(key)
             else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-DEFAULT_S0 = 30_500.0
+DEFAULT_S0_TOKENS = 30_500.0
 """Tokens. Of a model with 8.0 billion parameters, 32 layers and 32 heads of 128: Llama-3.1-8B."""
 _TYPICAL_CHUNK_TOKENS = 256
 
@@ -29,7 +29,7 @@ def balance(active_parameters: int, attention_flops: int) -> float:
     return active_parameters / attention_flops if attention_flops else float("inf")
 
 
-def weight(position: float, s0: float = DEFAULT_S0) -> float:
+def weight(position: float, s0: float = DEFAULT_S0_TOKENS) -> float:
     """Prefill of a token at this position, as a multiple of a prompt's first token's."""
     return 1.0 + position / s0
 
@@ -40,7 +40,7 @@ class SavedCompute(NamedTuple):
     seconds."""
 
     chunk_tokens: int = _TYPICAL_CHUNK_TOKENS
-    s0: float = DEFAULT_S0
+    s0: float = DEFAULT_S0_TOKENS
     """See :func:`balance`."""
     source: str = "assumed: a model of 8 billion parameters and 32 layers"
     """Of ``s0``, in words."""

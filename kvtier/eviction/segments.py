@@ -19,7 +19,7 @@ from kvtier.core.chunk import ChunkKey
 
 _MOST_GHOSTS = 1 << 16
 """A ghost takes 250 bytes."""
-_TRIMMED_AT_ONCE = 4
+_TRIM_CHUNKS = 4
 """Keys that move at once after a new setting, which may have to move thousands."""
 
 
@@ -169,7 +169,7 @@ class Segments:
     def _trim(self, new: int = 0) -> None:
         """``new``: chunks that came to the second list just now."""
         surplus = len(self._again) - self._protected
-        for _ in range(min(surplus, new + _TRIMMED_AT_ONCE)):
+        for _ in range(min(surplus, new + _TRIM_CHUNKS)):
             self._demote()
 
     def _demote(self) -> None:

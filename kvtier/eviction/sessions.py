@@ -19,10 +19,10 @@ from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
+from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces, whole
 
 _MOST_SESSIONS = 16_384
-_MOST_LEFT = 64
+_MOST_LEFT_CHUNKS = 64
 """Last chunks that a session left, of which it is known that only it had them."""
 _MOST_NAMES = 4096
 _MOST_FORKS = 4096
@@ -46,7 +46,7 @@ class _Last(NamedTuple):
 
     def next(self, run: Sequence[ChunkKey]) -> _Last:
         goes_on = len(run) >= self.chunks and run[self.chunks - 1] == self.end
-        left = self.left if goes_on else (*self.left, self.end)[-_MOST_LEFT:]
+        left = self.left if goes_on else (*self.left, self.end)[-_MOST_LEFT_CHUNKS:]
         return _Last(len(run), run[-1], left)
 
 
@@ -82,7 +82,7 @@ class Sessions:
         _put(self._lasts, session, last, _MOST_SESSIONS)
         for part in pieces(run):
             self._own(part, session)
-            if len(part) == AT_ONCE:
+            if len(part) == PIECE_CHUNKS:
                 yield 0.0
         return session
 
@@ -110,7 +110,7 @@ class Sessions:
         whose, at = self._whose, len(run) - 1
         while at >= 0 and run[at] not in whose:
             at -= 1
-            if not at % AT_ONCE:
+            if not at % PIECE_CHUNKS:
                 yield 0.0
         return at, whose[run[at]] if at >= 0 else _SHARED
 

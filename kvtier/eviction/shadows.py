@@ -14,19 +14,19 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import AT_ONCE, Steps, pieces
+from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import SETTINGS, Segments, Setting
 from kvtier.eviction.sessions import SessionPrompt
 
-_MOST_ROOM, _LEAST_ROOM = 12_288, 8
+_MOST_ROOM_CHUNKS, _LEAST_ROOM_CHUNKS = 12_288, 8
 """Chunks in a shadow. A larger place is followed in part."""
 _REQUESTS = 200
 """Prompts between two comparisons of the settings."""
 _EARLY_REQUESTS = (25, 50, 100, 150)
 """Prompts after which a setting may take over before the first comparison. A start is short, and a
 bad setting costs most there."""
-_LEAD, _FADES = 1.005, 0.9
+_LEAD_FACTOR, _FADE_FACTOR = 1.005, 0.9
 """A setting takes over when its score is higher by the first factor. At each comparison all scores
 fade by the second factor, so that a change of load shows."""
 
@@ -52,28 +52,28 @@ class Shadow(Segments):
         for number, part in enumerate(pieces(run)):
             absent = [key for key in part if key not in self]
             if absent and not new:
-                held = number * AT_ONCE + part.index(absent[0])
+                held = number * PIECE_CHUNKS + part.index(absent[0])
             new += absent
             known += [key for key in part if key in self] if absent else part
             own.update(part)
-            if len(part) == AT_ONCE:
+            if len(part) == PIECE_CHUNKS:
                 yield 0.0
         for part in _last_first(known):
             self.used(part)
-            if len(part) == AT_ONCE:
+            if len(part) == PIECE_CHUNKS:
                 yield 0.0
         surplus = len(self) + len(new) - self.room
-        while surplus > 0 and (left := list(self._leaving(min(surplus, AT_ONCE), own))):
+        while surplus > 0 and (left := list(self._leaving(min(surplus, PIECE_CHUNKS), own))):
             self.evicted(left)
             surplus -= len(left)
             yield 0.0
         for part in _last_first(new[: self.room - len(self)]):
             self.add(part[::-1])
-            if len(part) == AT_ONCE:
+            if len(part) == PIECE_CHUNKS:
                 yield 0.0
         for part in _last_first(run):
             self.ordered(part)
-            if len(part) == AT_ONCE:
+            if len(part) == PIECE_CHUNKS:
                 yield 0.0
         return held
 
@@ -108,8 +108,8 @@ class Shadows:
 
     def resize(self, room: int) -> None:
         """The live place has room for so many chunks from now on. The shadows start empty."""
-        self.room, self.part = room, min(1.0, _MOST_ROOM / max(1, room))
-        before, size = self._shadows, max(_LEAST_ROOM, int(room * self.part))
+        self.room, self.part = room, min(1.0, _MOST_ROOM_CHUNKS / max(1, room))
+        before, size = self._shadows, max(_LEAST_ROOM_CHUNKS, int(room * self.part))
         self._shadows = [Shadow(size, setting) for setting in self.settings]
         for old, new in zip(before, self._shadows, strict=False):
             new.hits, new.saved, new.score = old.hits, old.saved, old.score
@@ -126,18 +126,18 @@ class Shadows:
                 each.saved += saved
                 each.score += saved
                 passed += len(run)
-                if passed >= AT_ONCE:
+                if passed >= PIECE_CHUNKS:
                     passed = 0
                     yield 0.0
             self.asked += len(run)
         self._requests += 1
         if not self._requests % _REQUESTS or self._requests in _EARLY_REQUESTS:
             best = max(range(len(self.settings)), key=lambda number: self._shadows[number].score)
-            if self._shadows[best].score > _LEAD * self._shadows[self.now].score:
+            if self._shadows[best].score > _LEAD_FACTOR * self._shadows[self.now].score:
                 self.now = best
         if not self._requests % _REQUESTS:
             for each in self._shadows:
-                each.score *= _FADES
+                each.score *= _FADE_FACTOR
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """Chunks of ``run`` will not be asked for again. In pieces."""

@@ -17,14 +17,14 @@ from operator import neg
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import AT_ONCE, Steps, pieces, whole
+from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces, whole
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_KEYS = 100_000
 _GROUPS = 8
 _LEAST_GROUPS = 2
 _NOWHERE = -1
-_SPARE, _SWEPT = 4096, 4
+_SPARE_PLACES, _SWEPT_PLACES = 4096, 4
 """Places without a chunk that are left alone, and places looked at for each new one beyond."""
 
 
@@ -73,7 +73,7 @@ class Curve:
         self._asked[session % _GROUPS] += len(run)
         for part in pieces(run):
             lowest = self._look(part, lowest, hits)
-            if len(part) == AT_ONCE:
+            if len(part) == PIECE_CHUNKS:
                 yield 0.0
             if lowest < self._cuts[-1]:
                 break
@@ -108,10 +108,10 @@ class Curve:
             self._counts[number] += bisect_left(before, self._cuts[number])
             if self._counts[number] > size:
                 self._cut(number, self._counts[number] - size)
-        if self._sweep is None and len(keys) > 2 * len(places) + _SPARE:
+        if self._sweep is None and len(keys) > 2 * len(places) + _SPARE_PLACES:
             self._sweep = 0, 0
         if self._sweep is not None:
-            self._move_together(*self._sweep, _SWEPT * (1 + len(run)))
+            self._move_together(*self._sweep, _SWEPT_PLACES * (1 + len(run)))
 
     def _cut(self, number: int, count: int) -> None:
         first, taken = self._cuts[number], self._taken

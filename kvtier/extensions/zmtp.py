@@ -21,9 +21,9 @@ GREETING_S = 3.0
 """From the connection to the end of the handshake."""
 _MESSAGE_S = 30.0
 """From the first byte of a message to its last."""
-_PIECE = 64 << 10
+_PIECE_BYTES = 64 << 10
 """Bytes that are read at once."""
-_AT_ONCE = 16
+_TURN_FRAMES = 16
 """Frames that are read before others on the loop have their turn."""
 _MOST_FRAMES = 8
 _COMMAND_BYTES = 1024
@@ -118,7 +118,7 @@ class Peer:
         """Flags and body. A body of more than ``most`` bytes, and a command of more than
         :data:`_COMMAND_BYTES`, is refused before it is read."""
         self._frames += 1
-        if self._frames % _AT_ONCE == 0:
+        if self._frames % _TURN_FRAMES == 0:
             await asyncio.sleep(0)
         flags = (await self._exactly(1))[0]
         async with asyncio.timeout(_MESSAGE_S):
@@ -133,12 +133,12 @@ class Peer:
         """In pieces, so that a long frame is not copied at once."""
         found = bytearray()
         while len(found) < size:
-            piece = await self._reader.read(min(_PIECE, size - len(found)))
+            piece = await self._reader.read(min(_PIECE_BYTES, size - len(found)))
             if not piece:
                 raise ConnectionResetError("the connection has ended")
             found += piece
             self.heard_at = asyncio.get_running_loop().time()
-            if size > _PIECE:
+            if size > _PIECE_BYTES:
                 await asyncio.sleep(0)
         return found
 
@@ -152,11 +152,11 @@ async def connected(endpoint: str, most: int) -> Peer:
     async with asyncio.timeout(GREETING_S):
         if endpoint.startswith("ipc://"):
             path = endpoint.removeprefix("ipc://")
-            streams = await asyncio.open_unix_connection(path, limit=_PIECE)
+            streams = await asyncio.open_unix_connection(path, limit=_PIECE_BYTES)
         else:
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
             streams = await asyncio.open_connection(
-                host.strip("[]"), int(port), limit=_PIECE, happy_eyeballs_delay=NEXT_ADDRESS_S
+                host.strip("[]"), int(port), limit=_PIECE_BYTES, happy_eyeballs_delay=NEXT_ADDRESS_S
             )
     return Peer(*streams, most)
 

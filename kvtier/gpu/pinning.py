@@ -21,7 +21,7 @@ from kvtier.gpu.slots import slot_tensor
 logger = logging.getLogger("kvtier.gpu")
 
 _PIECE_BYTES = 64 << 20
-_LEAST_SPAN = 1 << 20
+_LEAST_SPAN_BYTES = 1 << 20
 _AHEAD_BYTES = 512 << 20
 _CLOSE_S = 10.0
 
@@ -49,7 +49,7 @@ def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
     page), and holds whole slots or lies inside one slot."""
     piece = max(PAGE_BYTES, piece_bytes // PAGE_BYTES * PAGE_BYTES)
     begin, end = span[0] // PAGE_BYTES * PAGE_BYTES, -(-span[1] // PAGE_BYTES) * PAGE_BYTES
-    if _LEAST_SPAN <= end - begin <= slot_bytes // 2:
+    if _LEAST_SPAN_BYTES <= end - begin <= slot_bytes // 2:
         return _Cut(slot_bytes, begin, end - begin, piece)
     step = max(1, piece // slot_bytes) * slot_bytes
     return _Cut(step, 0, step, min(piece, step))

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from kvtier.core.lookup import Asking
 
 _LEAST_ODDS = 0.02
-_SAFETY = 0.9
+_SAFETY_PART = 0.9
 """Waiting must cost less than this part of what it saves: at the break-even point nothing is gained
 by either."""
-_PATIENCE, _LEAST_PATIENCE = 3.0, 1 / 8
+_PATIENCE_FACTOR, _LEAST_PATIENCE_PART = 3.0, 1 / 8
 """A load is given up after this multiple of its estimate, and no sooner than this part of what it
 saves: the first reads of a tier open connections and touch memory, and to lose seconds of compute
 over milliseconds is not a bargain."""
@@ -73,7 +73,9 @@ def choose(ends: Sequence[HitEnd], saved_s: Sequence[float]) -> LoadPlan:
     if ask:
         wait_s, most = ends[-1].wait_s, saved_s[-1]
     most -= at_once
-    patience = math.inf if wait_s is None else max(_PATIENCE * wait_s, _LEAST_PATIENCE * most)
+    patience = (
+        math.inf if wait_s is None else max(_PATIENCE_FACTOR * wait_s, _LEAST_PATIENCE_PART * most)
+    )
     return LoadPlan(row, ask, max(0.0, min(patience, most)))
 
 
@@ -83,7 +85,7 @@ def _last_known(ends: Sequence[HitEnd]) -> int:
 
 
 def _gain(wait_s: float | None, saved_s: float) -> float:
-    return saved_s - (wait_s or 0.0) / _SAFETY
+    return saved_s - (wait_s or 0.0) / _SAFETY_PART
 
 
 def _worth_asking(asking: Asking, saved_s: float) -> bool:

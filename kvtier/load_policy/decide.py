@@ -17,7 +17,7 @@ _COPY_KNOWN_S = 10.0
 """Time for which a measured speed of copies holds. Then they are free until the next is measured,
 so that hits which were declined because of them are tried again."""
 
-_DOUBT = 4.0
+_DOUBT_FACTOR = 4.0
 """Factor by which remembered speeds must call the first load too slow before they forbid it: the
 host may be busier than it was, and computing slower too."""
 _TRIFLE_S = 0.25
@@ -182,7 +182,7 @@ def _hoped(end: HitEnd) -> HitEnd:
     """The row with the least that its waits may turn out to be."""
 
     def least(seconds: float | None) -> float | None:
-        return None if seconds is None else seconds / _DOUBT
+        return None if seconds is None else seconds / _DOUBT_FACTOR
 
     asking = end.asking and end.asking._replace(
         answer_s=least(end.asking.answer_s), arrive_s=least(end.asking.arrive_s)

@@ -11,7 +11,7 @@ import math
 
 _FORGET_S = 2.0
 """Without a sample for so long, the next one has 63 % of the say."""
-_LEAST_SAY = 1 / 8
+_LEAST_SAY_PART = 1 / 8
 _PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
 """Pause between trial reads of a tier that is declined: this, and this many reads of it, at most so
 long."""
@@ -38,7 +38,7 @@ class Average:
         if self.value is None:
             self.value = sample
         else:
-            say = max(_LEAST_SAY, 1 - math.exp(-max(0.0, now - self.at) / _FORGET_S))
+            say = max(_LEAST_SAY_PART, 1 - math.exp(-max(0.0, now - self.at) / _FORGET_S))
             self.value = (1 - say) * self.value + say * sample
         self.at = now
 
@@ -94,7 +94,7 @@ class Pace:
         """A find ended, which held the part ``found`` of the run. No slower than a read, or shows
         that."""
         self._took(now - self._begun.pop(call), now, whole=False)
-        self.odds += _LEAST_SAY * (found - self.odds)
+        self.odds += _LEAST_SAY_PART * (found - self.odds)
 
     def wait(self, reads: int, now: float) -> float | None:
         """Seconds until ``reads`` more reads have ended, behind all that is queued and under way.

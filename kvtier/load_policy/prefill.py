@@ -19,7 +19,7 @@ _LEAST_TOKENS = 128
 hides it."""
 _HALF_TOKENS = 32_768
 """Half of what is known of prefill comes from so many tokens."""
-_DEPTHS_APART = 256.0
+_APART_TOKENS = 256.0
 """Steps whose depths are closer than this many tokens do not tell what depth costs."""
 
 
@@ -120,7 +120,7 @@ class Prefill:
         ]
         total, *rest = self._sums
         x, y, xx, xy = (one / total for one in rest)
-        ridge = _DEPTHS_APART**2
+        ridge = _APART_TOKENS**2
         slope = max(0.0, (xy - x * y + ridge * self._first_depth) / (max(0.0, xx - x * x) + ridge))
         flat = y - slope * x
         self.line = PrefillTime(flat, slope) if flat > 0 else PrefillTime(0.0, xy / xx)

@@ -21,14 +21,14 @@ SCHEME = "KVTier-MAC"
 ANSWER_HEADER, START_HEADER = "KVTier-Proof", "KVTier-Start"
 VALID_S = 60
 """Between the clocks of both ends."""
-_MOST_SEEN = 4096
+_SEEN_PROOFS = 4096
 _FORM = re.compile(rf"{SCHEME} ([0-9]{{1,12}}) ([0-9a-f]{{32}}) ([0-9a-f]{{64}}) ([0-9a-f]{{64}})")
 
 
 class Seen:
     """The last requests that were served, so that a copy of one is not."""
 
-    def __init__(self, most: int = _MOST_SEEN) -> None:
+    def __init__(self, most: int = _SEEN_PROOFS) -> None:
         self._most = most
         self._served: OrderedDict[str, int] = OrderedDict()
 

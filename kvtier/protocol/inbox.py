@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvtier.protocol.wire import HEADER_BYTES, MAX_FRAME, WireError
+from kvtier.protocol.wire import HEADER_BYTES, MAX_FRAME_BYTES, WireError
 
 _ROOM_BYTES = 64 * 1024
 T = TypeVar("T")
@@ -21,12 +21,12 @@ class Inbox(Generic[T]):
 
     __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
 
-    def __init__(self, union: Any, limit: int = MAX_FRAME) -> None:
+    def __init__(self, union: Any, limit: int = MAX_FRAME_BYTES) -> None:
         self.expect(union, limit)
         self._buffer = memoryview(bytearray(self._size))
         self._start = self._end = 0
 
-    def expect(self, union: Any, limit: int = MAX_FRAME) -> None:
+    def expect(self, union: Any, limit: int = MAX_FRAME_BYTES) -> None:
         """From the next frame on."""
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._limit = limit

@@ -43,8 +43,8 @@ from kvtier.protocol.kv_events import BlockStored
 VERSION = 10
 MAX_KEYS = 32_768
 """A million tokens in chunks of 32."""
-MAX_FRAME = MAX_KEYS * KEY_BYTES + 1024
-MAX_GREETING = 1024
+MAX_FRAME_BYTES = MAX_KEYS * KEY_BYTES + 1024
+MAX_GREETING_BYTES = 1024
 """The longest frame before the other side is known."""
 NONCE_BYTES = PROOF_BYTES = TICKET_BYTES = 32
 HEADER_BYTES = 4

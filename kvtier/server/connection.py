@@ -93,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self._host = host
         self.listener = listener
         self._sock = sock
-        self._inbox: Inbox[Any] = Inbox(wire.Hello, wire.MAX_GREETING)
+        self._inbox: Inbox[Any] = Inbox(wire.Hello, wire.MAX_GREETING_BYTES)
         self._challenge = wire.Challenge(wire.VERSION, os.urandom(wire.NONCE_BYTES))
         self._transport: asyncio.Transport
         self._client = ""

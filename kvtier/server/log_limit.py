@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 _AGAIN_S = 600.0
-_TEXTS_KEPT = 64
+_KEPT_TEXTS = 64
 
 
 class LogLimit(logging.Filter):
@@ -46,7 +46,7 @@ class LogLimit(logging.Filter):
         self._passed.append(now)
         self._passed_at.pop(said, None)
         self._passed_at[said] = now
-        if len(self._passed_at) > _TEXTS_KEPT:
+        if len(self._passed_at) > _KEPT_TEXTS:
             del self._passed_at[next(iter(self._passed_at))]
         more = f" ({self._left_out} more such lines were left out)" if self._left_out else ""
         record.msg, record.args = f"{said}{more}", ()

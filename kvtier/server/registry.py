@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.server")
 
 _MAX_OWNERS = 4096
-_MOST_APART = 64
-_MOST_SIZES, _MOST_OF_ONE = 8, 6
+_APART_FINGERPRINTS = 64
+_MOST_SIZES, _ONE_TENANTS_SIZES = 8, 6
 _IDLE_S = 600.0
 _CLOSE_S = 5.0
 _MAX_PARENTS = 65_536
-_OPENINGS_QUEUED = 64
+_QUEUED_OPENINGS = 64
 _MAX_SLOT_BYTES = 1 << 30
 """No tier keeps larger chunks. A client that asks for one is told which sizes are kept."""
 Subscriber = Callable[[], None]
@@ -179,7 +179,7 @@ class SizeClasses:
         self._call_soon = call_soon
         self._clock = clock
         self._discard = discard
-        self._lane = Lane("size-classes", 1, urgent_bound=1, bound=_OPENINGS_QUEUED)
+        self._lane = Lane("size-classes", 1, urgent_bound=1, bound=_QUEUED_OPENINGS)
         self._opening: dict[int, Future[SizeClass]] = {}
         self._kept: int | None = None
         self._brought: dict[int, str] = {}
@@ -267,7 +267,7 @@ class SizeClasses:
                 f"{slot_bytes:,} bytes; wait, or give the engine's model a server of its own"
             )
         own = sum(self._brought.get(size) == client for size in kept)
-        if client and own >= _MOST_OF_ONE:
+        if client and own >= _ONE_TENANTS_SIZES:
             return (
                 f"this client ({client}) has asked this server for chunks of {own} sizes, the most "
                 f"for one client, and then for chunks of {slot_bytes:,} bytes; wait "
@@ -291,7 +291,7 @@ class SizeClasses:
             they = other.owners.get(name)
             if other is size_class or not (they or other.store.sharing.has_seen(own.number)):
                 continue
-            if own.number not in self._apart and len(self._apart) < _MOST_APART:
+            if own.number not in self._apart and len(self._apart) < _APART_FINGERPRINTS:
                 self._apart.add(own.number)
                 logger.warning(
                     "engine %r has chunks of %d bytes, and of the same model there are chunks of "

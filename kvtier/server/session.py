@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _MAX_LEASES = 16_384
 """Several for every request an engine can have waiting."""
-_SPLIT_AT_ONCE = 1024
-_MOST_TOLD = 4096
+_SPLIT_KEYS = 1024
+_TOLD_CHANGES = 4096
 """Changes in one answer."""
 _sessions = itertools.count(1)
 Answered = Steps[wire.Answer | None]
@@ -261,7 +261,7 @@ class Session:
         yield from ()  # in one piece
         if self._watch is None:
             self._watch = self.store.watch(named_only=True)
-        changes = self._watch.changes(_MOST_TOLD)
+        changes = self._watch.changes(_TOLD_CHANGES)
         if changes is None:
             return wire.Changed(b"", b"", self._watch.has_changes, lost=True)
         keys = wire.joined([change.key for change in changes])
@@ -352,10 +352,10 @@ class Session:
 
 
 def _split(blob: bytes) -> Steps[list[ChunkKey]]:
-    if len(blob) <= _SPLIT_AT_ONCE * KEY_BYTES:
+    if len(blob) <= _SPLIT_KEYS * KEY_BYTES:
         return wire.split(blob)
     keys: list[ChunkKey] = []
-    for part in pieces(blob, _SPLIT_AT_ONCE * KEY_BYTES):
+    for part in pieces(blob, _SPLIT_KEYS * KEY_BYTES):
         keys += wire.split(bytes(part))
         yield 0.0
     return keys

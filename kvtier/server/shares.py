@@ -33,7 +33,7 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.core.steps import Steps
 
-_REST = 99
+_REST_FACTOR = 99
 """Times as long as the work: it takes one part in a hundred of the time."""
 R = TypeVar("R")
 
@@ -111,14 +111,14 @@ class ScanLimiter:
         begun = self._clock()
         found = look()
         now = self._clock()
-        self._after = now + _REST * (now - begun)
+        self._after = now + _REST_FACTOR * (now - begun)
         return found
 
 
-_LEAST_PART = 80
+_LEAST_PARTS = 80
 """Seven sizes that only keep their least part leave nine tenths to the eighth."""
-_TURN_PART, _TURN_BYTES = 8, 8 << 30
-_RATIO, _MARGIN = 1.25, 2
+_TURN_PARTS, _TURN_BYTES = 8, 8 << 30
+_HOTTER_FACTOR, _HOTTER_TURNS = 1.25, 2
 """In turns: the giver's coldest chunk must be unused for this much longer than the taker's."""
 
 
@@ -139,7 +139,7 @@ class Side(NamedTuple):
     known."""
 
     def least(self, place: int) -> int:
-        return self.fixed + max(self.unit, place // _LEAST_PART)
+        return self.fixed + max(self.unit, place // _LEAST_PARTS)
 
 
 def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
@@ -165,7 +165,7 @@ def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
     """Rooms for the next turn."""
     rooms = {size: side.room for size, side in sides.items()}
-    left = min(place // _TURN_PART, _TURN_BYTES)
+    left = min(place // _TURN_PARTS, _TURN_BYTES)
     for taker in sorted(sides, key=lambda size: sides[size].age or 0):
         side = sides[taker]
         lacking = min(left, 2 * side.wanted - max(0, rooms[taker] - side.used))
@@ -185,7 +185,7 @@ def _givers(
     """Sizes that give to ``taker``, and the most of each: free room first, then the coldest
     chunks."""
     others = {size: side for size, side in sides.items() if size != taker}
-    bound = _RATIO * (sides[taker].age or 0) + _MARGIN
+    bound = _HOTTER_FACTOR * (sides[taker].age or 0) + _HOTTER_TURNS
     free = {
         size: max(0, rooms[size] - max(side.used, side.least(place)))
         for size, side in others.items()

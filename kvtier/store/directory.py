@@ -47,7 +47,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import RAM_PLACE
 from kvtier.core.tenant import may
-from kvtier.eviction.kept import KEEP, Kept
+from kvtier.eviction.kept import KEEP_PART, Kept
 from kvtier.eviction.order import LRU, Owned, PolicyOf
 from kvtier.store.entry import FILLING, GONE, READY, Entry, State
 from kvtier.store.observer import Left, Observers
@@ -55,9 +55,9 @@ from kvtier.store.quota import Quota
 from kvtier.store.slots import RamSlots
 from kvtier.store.tier_index import TierIndex
 
-_MOST_AHEAD = 512
+_AHEAD_CHUNKS = 512
 """A longer walk would hold the Store's lock for more than 0.1 ms."""
-_SLOTS_CHECKED = 512
+_CHECKED_SLOTS = 512
 """Slots in one piece of :meth:`Directory.checking`."""
 
 
@@ -86,7 +86,7 @@ class Directory:
         share: float | None = None,
         *,
         lower: Sequence[PolicyOf] = (),
-        keep: float = KEEP,
+        keep: float = KEEP_PART,
     ) -> None:
         self.slots = RamSlots(slots)
         self._used: Counter[int] = Counter()
@@ -383,16 +383,16 @@ class Directory:
         """Chunks that will leave RAM soon, coldest first. Each is named once in its stay.
 
         They are the chunks that leave when ``owner`` wants half of RAM, or half of its quota. At
-        most :data:`_MOST_AHEAD` slots are looked through. None: all of RAM leaves.
+        most :data:`_AHEAD_CHUNKS` slots are looked through. None: all of RAM leaves.
         """
         if owner is None:
             return self._offer(self._unread(self.order))
-        wanted = min(_MOST_AHEAD, -(-self.slots.limit // 2)) - len(self.slots.free)
+        wanted = min(_AHEAD_CHUNKS, -(-self.slots.limit // 2)) - len(self.slots.free)
         unread = self._unread(self.order) if self._pinned else self._all_of(self.order)
         entries = list(islice(unread, max(0, wanted)))
         if self._quota.part is not None and owner:
             left = self._quota.left(owner, len(self.slots.free))
-            wanted = min(_MOST_AHEAD, -(-self._quota.part // 2)) - left
+            wanted = min(_AHEAD_CHUNKS, -(-self._quota.part // 2)) - left
             entries += islice(self._unread(self.order.part(owner)), max(0, wanted))
         return self._offer(entries)
 
@@ -514,8 +514,8 @@ class Directory:
     def checking(self, idle: bool = False) -> Iterator[list[str]]:
         """The rules that are broken, in words, in pieces of which each is true when it is made:
         rules 1 and 2 slot by slot, then the counts."""
-        for first in range(0, len(self._in_slot), _SLOTS_CHECKED):
-            yield self._check_slots(first, _SLOTS_CHECKED)
+        for first in range(0, len(self._in_slot), _CHECKED_SLOTS):
+            yield self._check_slots(first, _CHECKED_SLOTS)
         yield self._check_counts(idle)
 
     def _check_slots(self, first: int, count: int) -> list[str]:

@@ -12,7 +12,7 @@ from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, READY
 
 _MOST_STEPS = 32
-_AT_ONCE = 1024
+_PIECE_CHUNKS = 1024
 """Chunks in one piece of :func:`lookup_run`: a few tenths of a millisecond."""
 Wait = Callable[[int], float | None]
 """Seconds until a number of more reads of one tier have ended. None: unknown."""
@@ -38,9 +38,9 @@ def lookup_run(
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
     here, end, get = -1, len(keys), directory.get
-    ready = directory.ready_run(keys[: _AT_ONCE - 1])
+    ready = directory.ready_run(keys[: _PIECE_CHUNKS - 1])
     for at, key in enumerate(keys[ready:], ready):
-        if at % _AT_ONCE == _AT_ONCE - 1:
+        if at % _PIECE_CHUNKS == _PIECE_CHUNKS - 1:
             yield 0.0
         entry = get(key)
         if entry is None:

@@ -11,7 +11,7 @@ from functools import partial
 from kvtier.core.lanes import Executor, Work
 from kvtier.core.lookup import RAM
 from kvtier.core.pool import Pool
-from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.core.steps import PIECE_CHUNKS, Steps
 from kvtier.core.tenant import UNOWNED
 from kvtier.store.directory import Directory
 from kvtier.store.lower.lower_tier import Core, LowerTier
@@ -146,13 +146,13 @@ class Sharing:
         while True:
             with self._lock:
                 fewer = slots <= self._directory.slots.limit
-                more = fewer and self._directory.resize(slots, AT_ONCE)
+                more = fewer and self._directory.resize(slots, PIECE_CHUNKS)
             if not more:
                 break
             yield 0.0
         while True:
             with self._lock:
-                leaving = self._directory.slots.leaving(AT_ONCE)
+                leaving = self._directory.slots.leaving(PIECE_CHUNKS)
                 for slot in leaving:
                     self.renewals[slot] = self.renewals.get(slot, 0) + 1
             if not leaving:
@@ -164,7 +164,7 @@ class Sharing:
                 self._directory.slots.gave_back(leaving)
             yield 0.0
         while (now := self._directory.slots.limit) < slots:
-            growing = min(slots, now + AT_ONCE)
+            growing = min(slots, now + PIECE_CHUNKS)
             with self._lock:
                 given = self._directory.slots.next_given(growing - now)
             for slot in given:

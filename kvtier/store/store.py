@@ -20,7 +20,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.lanes import Executor
 from kvtier.core.lookup import ANONYMOUS, RAM, Asker, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
-from kvtier.core.steps import AT_ONCE, Steps, in_pieces, pieces
+from kvtier.core.steps import PIECE_CHUNKS, Steps, in_pieces, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
 from kvtier.load_policy.latency import Pace
@@ -44,9 +44,9 @@ from kvtier.tiers.base import Tier
 if TYPE_CHECKING:
     from kvtier.core.report import SizeClassStatus
 
-_READY_AT_ONCE = 512
+_READY_CHUNKS = 512
 """Chunks in RAM that are pinned in one piece, at 0.1 us each. A slot takes 3 us."""
-_WHOLE_AT_ONCE = 2048
+_WHOLE_CHUNKS = 2048
 """Longer runs would hold the lock for more than half a millisecond in :meth:`Store.load_ready`."""
 _PROBLEMS = 20
 
@@ -178,7 +178,7 @@ class Store:
         if is_long := len(keys) > self.most_held:
             keep = _Unwritten(frozenset(keys), self._directory)
         try:
-            yield from self._ordering(keys[AT_ONCE:])
+            yield from self._ordering(keys[PIECE_CHUNKS:])
             for number, part in enumerate(pieces(keys)):
                 if number:
                     yield 0.0
@@ -217,13 +217,13 @@ class Store:
         claim = _Claim(self.clock(), owner)
         lease = LoadLease(self, self.pool, rest[:most], claim)
         try:
-            yield from self._in_order(self._directory.used, keys, _READY_AT_ONCE)
+            yield from self._in_order(self._directory.used, keys, _READY_CHUNKS)
             while True:
                 with self._lock:
                     known = len(claim.entries)
-                    promotions = self._claim(lease, AT_ONCE)
+                    promotions = self._claim(lease, PIECE_CHUNKS)
                     got = len(claim.entries)
-                    if got == len(lease.keys) or got < known + AT_ONCE:
+                    if got == len(lease.keys) or got < known + PIECE_CHUNKS:
                         break
                 self._promotions.begin(promotions)
                 if promotions:
@@ -251,7 +251,7 @@ class Store:
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
-        if len(keys) > _WHOLE_AT_ONCE:
+        if len(keys) > _WHOLE_CHUNKS:
             return None
         begun, rest = self.clock(), keys[start:]
         with self._lock:
@@ -279,7 +279,7 @@ class Store:
         self,
         note: Callable[[Sequence[ChunkKey]], None],
         run: Sequence[ChunkKey],
-        size: int = AT_ONCE,
+        size: int = PIECE_CHUNKS,
     ) -> Steps[None]:
         """Tell the directory of a run in pieces, the end first, so that the beginning is
         hottest."""
@@ -506,7 +506,7 @@ class Store:
         directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
         known = len(claim.entries)
         keys = lease.keys[known:]
-        ready = directory.pin_ready(keys if most is None else keys[:_READY_AT_ONCE])
+        ready = directory.pin_ready(keys if most is None else keys[:_READY_CHUNKS])
         claim.entries += ready
         claim.sources += [RAM] * len(ready)
         for key in keys[len(ready) : None if most is None else len(ready) + most]:

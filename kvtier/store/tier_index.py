@@ -8,7 +8,7 @@ from itertools import repeat
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import UNOWNED, may
-from kvtier.eviction.kept import KEEP, Kept
+from kvtier.eviction.kept import KEEP_PART, Kept
 from kvtier.eviction.order import Owned, PolicyOf
 from kvtier.store.observer import Left, Observers
 from kvtier.store.quota import Quota
@@ -36,7 +36,7 @@ class TierIndex:
         policy: PolicyOf,
         share: float | None,
         observers: Observers,
-        keep: float = KEEP,
+        keep: float = KEEP_PART,
     ) -> None:
         self.place, self._observers = place, observers
         self.shared = False

@@ -15,11 +15,11 @@ from kvtier.tiers.base import ForwardingTier, Tier
 
 Make = Callable[[], Tier]
 Runs = Sequence[Sequence[ChunkKey]]
-_RUN = 6
+_RUN_CHUNKS = 6
 _THREADS = 4
-_GUARD = 64
-_LEAST = 8
-_MOST_FILLED = 256
+_GUARD_BYTES = 64
+_LEAST_CHUNKS = 8
+_FILLED_CHUNKS = 256
 _TURNS = 40
 _ONE, _OTHER = owner_of(bytes(32), "one"), owner_of(bytes(32), "other")
 
@@ -35,7 +35,7 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
             tier that keeps nothing. Not for tiers that others share, whose order is not theirs to
             keep.
     """
-    runs = [_keys(prompt, _RUN) for prompt in range(_THREADS)]
+    runs = [_keys(prompt, _RUN_CHUNKS) for prompt in range(_THREADS)]
     for check in (
         _check_face,
         _check_bytes,
@@ -102,7 +102,10 @@ class _Checked(ForwardingTier):
 
 def _check_face(tier: _Checked, _: Runs) -> None:
     _promise(tier.name != "", "name is a word")
-    _promise(tier.capacity >= _LEAST, f"capacity is a number of chunks, here {_LEAST} or more")
+    _promise(
+        tier.capacity >= _LEAST_CHUNKS,
+        f"capacity is a number of chunks, here {_LEAST_CHUNKS} or more",
+    )
     _promise(tier.shared in (True, False), "shared is a bool")
     _promise(tier.keeps_owners in (True, False), "keeps_owners is a bool")
     _promise(tier.chunk_room >= 0 and tier.fixed_room >= 0, "room is a number of bytes")
@@ -126,14 +129,14 @@ def _check_bytes(tier: _Checked, runs: Runs) -> None:
         tier.write(other, tier.content(other)), "a write of unaligned, read-only memory is True"
     )
     _promise(tier.holds(one, other, one, other), "what was written is found, every time")
-    for start in (_GUARD, _GUARD + 1):
-        room = memoryview(bytearray(b"\xee" * (len(aligned) + 2 * _GUARD)))
+    for start in (_GUARD_BYTES, _GUARD_BYTES + 1):
+        room = memoryview(bytearray(b"\xee" * (len(aligned) + 2 * _GUARD_BYTES)))
         into = room[start : start + len(aligned)]
         _promise(
             tier.read(one, into) is True and into == aligned, "a read fills memory of any alignment"
         )
         beside = bytes(room[:start]) + bytes(room[start + len(aligned) :])
-        _promise(beside == b"\xee" * (2 * _GUARD), "a read touches nothing but `into`")
+        _promise(beside == b"\xee" * (2 * _GUARD_BYTES), "a read touches nothing but `into`")
     _promise(tier.write(one, aligned), "a second write of a held key is True")
     _promise(tier.holds(one), "a second write of a held key leaves it whole")
 
@@ -208,7 +211,7 @@ def _check_owners(tier: _Checked, runs: Runs) -> None:
 
 def _check_capacity(tier: _Checked, _: Runs) -> None:
     """All of ``capacity`` is there, and a delete frees its room at once. For small tiers."""
-    if tier.capacity <= _MOST_FILLED:
+    if tier.capacity <= _FILLED_CHUNKS:
         first, *others, last = _keys(7, tier.capacity + 1)
         tier.put(first, *others)
         tier.delete(first)

@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Callable
 
-FAULTS_TO_OPEN = 3
+OPENING_FAULTS = 3
 WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 
@@ -35,7 +35,7 @@ class Breaker:
     def __init__(
         self,
         clock: Callable[[], float],
-        faults: int = FAULTS_TO_OPEN,
+        faults: int = OPENING_FAULTS,
         wait_s: float = WAIT_S,
         longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:

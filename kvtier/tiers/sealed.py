@@ -44,7 +44,7 @@ _TAG_BYTES, _NONCE_BYTES, _DERIVING_BYTES = 16, 24, 12
 _MARK = b"kvtier/S"
 _NAME_BYTES = 8
 _TAIL_BYTES = _TAG_BYTES + _NONCE_BYTES + len(_MARK) + _NAME_BYTES
-_LOOKED_AT = 8
+_TRIED_CHUNKS = 8
 """Most recovered chunks that a start tries to read to learn whose key sealed them."""
 
 
@@ -174,7 +174,7 @@ class SealedTier(ForwardingTier):
     def _is_foreign(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether another key sealed the most recently used chunk that can be read."""
         stored = self._room()
-        for key in keys[: -_LOOKED_AT - 1 : -1]:
+        for key in keys[: -_TRIED_CHUNKS - 1 : -1]:
             if self.inner.read(key, stored):
                 return not self._is_ours(stored)
         return False

@@ -211,7 +211,7 @@ def test_a_list_without_end_is_cut_short_and_said_to_be(server, monkeypatch):
     assert all(tier.write(key, chunk(key)) for key in KEYS)
     assert (sorted(tier.held_of(None)[0]), tier.held_of(None)[1]) == (sorted(KEYS), True)
     assert tier.held_of(7) == ([], False), "they are nobody's, or whose they are is not known"
-    monkeypatch.setattr("kvtier.extensions.objects.tier._MOST_LISTED", 2)
+    monkeypatch.setattr("kvtier.extensions.objects.tier._LISTED_NAMES", 2)
     assert tier.held_of(None)[1] is False
 
 

@@ -17,7 +17,7 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.server import connection
-from kvtier.server.listening.strangers import PLACES_OF_ONE
+from kvtier.server.listening.strangers import ONE_HOSTS_PLACES
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
@@ -93,7 +93,7 @@ NOT_A_QUESTION = {
     "an answer": wire.frame(wire.LookupReply(1, [(0, 0.0)])),
     "a lease of nobody": wire.frame(wire.Commit(77)),
     "half a key": wire.frame(wire.LookupCall(1, bytes(41))),
-    "a long frame": (wire.MAX_FRAME + 1).to_bytes(4, "little"),
+    "a long frame": (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little"),
     "a tier's question": wire.frame(wire.Get(1, KEY)),
     "two waits": wire.frame(wire.Wait(1, 5000)) + wire.frame(wire.Wait(2, 5000)),
 }
@@ -178,7 +178,7 @@ def guarded(port, tmp_path):
 
 
 def test_those_who_were_let_in_take_no_place_of_the_others(guarded):
-    inside = [enter_raw(guarded) for _ in range(2 * PLACES_OF_ONE)]
+    inside = [enter_raw(guarded) for _ in range(2 * ONE_HOSTS_PLACES)]
     for one in inside:
         one.sendall(wire.frame(wire.Find(1, b"")))
         assert one.recv(100) == wire.frame(wire.Found(1, 0))

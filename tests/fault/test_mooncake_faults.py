@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.breaker import FAULTS_TO_OPEN
+from kvtier.tiers.breaker import OPENING_FAULTS
 from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.mooncake_pool import mooncake
@@ -51,7 +51,7 @@ def clients():
 
 def left_alone(tier):
     """Each call takes a bounded time, until no call is made any more."""
-    for turn in range(FAULTS_TO_OPEN):
+    for turn in range(OPENING_FAULTS):
         begun = time.monotonic()
         assert not (turn % 2 and tier.write(KEYS[1], chunk(KEYS[1])))
         assert not holds(tier, KEYS[0])

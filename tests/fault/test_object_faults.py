@@ -11,7 +11,7 @@ from kvtier.core.errors import TierError
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.tiers.away.object_layout import HEADER_BYTES
-from kvtier.tiers.breaker import FAULTS_TO_OPEN
+from kvtier.tiers.breaker import OPENING_FAULTS
 from tests.clock import Clock
 from tests.memory_bucket import beside
 from tests.s3_proxy import Answer, S3Proxy
@@ -196,7 +196,7 @@ def test_a_store_that_gives_other_bytes_than_were_written_ends_the_start(proxy, 
 def test_while_it_is_left_alone_no_read_is_worth_a_slot(proxy, tier, clock):
     assert tier.write(KEYS[0], chunk(KEYS[0]))
     proxy.refuse = lambda *_: AWAY
-    for _ in range(FAULTS_TO_OPEN):
+    for _ in range(OPENING_FAULTS):
         assert tier.may_read(KEYS[0])
         assert holds(tier, KEYS[0]) is None
     asked = len(proxy.seen)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.errors import TierError
-from kvtier.tiers.breaker import FAULTS_TO_OPEN
+from kvtier.tiers.breaker import OPENING_FAULTS
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
@@ -126,7 +126,7 @@ def test_a_search_that_meets_a_dead_node_leaves_no_other_alone():
         for server in servers:
             if not healthy.endswith(f":{server.port}"):
                 server.kill()
-        for _ in range(FAULTS_TO_OPEN):
+        for _ in range(OPENING_FAULTS):
             assert not tier.held_of(None)[1]
         assert healthy not in tier.nodes_away
 

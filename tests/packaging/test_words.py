@@ -91,3 +91,37 @@ def test_a_docstring_begins_with_what_it_is_about():
         if BEGINS.match(str(text.value))
     ]
     assert found == []
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+UNITS = re.compile(r".*(S|[KMG]IB|PART|SHARE|FACTOR)")
+"""How a quantity's name ends: a unit, what is counted, or a part or multiple of something."""
+NO_QUANTITY = """
+    COMMAND FIRST_BIT FIRST_FD FORMAT FORMAT_VERSION FULL LONG MORE MOST_NUMBER NIL NOWHERE NO_SIZE
+    NULL_BLOCK OTHER_LENGTH PROMPT RAM_PLACE SEED SHARED TRIAL_OWNER UNLIMITED UNOWNED VERSION
+    COLLAPSE FIXED MADV_POPULATE_READ MADV_REMOVE NO_RESERVE POPULATE_WRITE PR_SET_PDEATHSIG
+    PUNCH_HOLE DEFAULT_PORT PORT SENTINEL_PORT CLOSED_PIPE INTERRUPTED OPERATOR_ERROR
+    BATCHES_QUEUED BOUNCING FINDS_QUEUED LEAST_HELD MOST_LOADING MOST_SAVING
+"""
+"""Flags, places, formats, the kernel's numbers; those of the last line wait for a unit."""
+
+
+def quantities(tree):
+    for node in (one for one in tree.body if isinstance(one, ast.Assign)):
+        target, value = node.targets[0], node.value
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        values = value.elts if len(names) > 1 and isinstance(value, ast.Tuple) else [value]
+        for name, one in zip(names, values, strict=False):
+            inside = [part for part in ast.walk(one) if isinstance(part, ast.Constant | ast.Call)]
+            number = isinstance(one, ast.BinOp | ast.Constant | ast.UnaryOp) and bool(inside)
+            number = number and isinstance(name, ast.Name)
+            if number and all(type(getattr(part, "value", "")) in (int, float) for part in inside):
+                yield ast.unparse(name).lstrip("_")
+
+
+def test_a_quantity_ends_in_its_unit() -> None:
+    found = {(file, name) for file in HOUSE.product for name in quantities(HOUSE.tree(file))}
+    assert ("kvtier/core/steps.py", "PIECE_CHUNKS") in found
+    wrong = [one for one in found if not UNITS.fullmatch(one[1])]
+    assert [one for one in wrong if one[1] not in NO_QUANTITY.split()] == []

@@ -141,7 +141,7 @@ def test_a_session_may_ask_anything(asked, data):
         except WireError:
             break
         assert (answer is None) == isinstance(question, UNANSWERED)
-        assert answer is None or len(frame(answer)) < wire.MAX_FRAME
+        assert answer is None or len(frame(answer)) < wire.MAX_FRAME_BYTES
         if len(lane) and data.draw(st.booleans()):
             lane.turn(0)
         store.check()

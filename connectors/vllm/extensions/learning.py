@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import StepReport
 
 _EVERY_S = 5.0
-_CHANGED = 0.1
+_CHANGED_PART = 0.1
 """As a part of the value."""
 
 
@@ -83,4 +83,4 @@ class Learning(Extension):
 
 
 def _differs(one: float, other: float) -> bool:
-    return abs(one - other) > _CHANGED * other
+    return abs(one - other) > _CHANGED_PART * other

@@ -36,7 +36,7 @@ _KEPT_FROM_BYTES = 1 << 20
 _RECORD_BYTES = 1024
 _MOST_RECORDS = 4096
 _MOST_FILES = 4096
-_MOST_BEGUN = 1024
+_MOST_BEGUN_FILES = 1024
 _SETTLED_S = 2.0
 """A file that changed this shortly before it was read could change again within the same tick of a
 coarse clock, so its digest is not kept."""
@@ -122,7 +122,7 @@ class FileDigests:
         key = (tuple(map(str, files)), state)
         with self._lock:
             if key not in self._begun:
-                if len(self._begun) == _MOST_BEGUN:
+                if len(self._begun) == _MOST_BEGUN_FILES:
                     del self._begun[next(iter(self._begun))]
                 self._begun[key] = found = Future[str]()
                 names = [

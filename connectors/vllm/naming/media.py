@@ -16,7 +16,7 @@ from weakref import ref
 
 _MOST_NAMES = 1 << 16
 """More than vLLM's cache of encoded media holds, so vLLM has forgotten what is forgotten here."""
-_MOST_DEPTH = 4
+_MOST_LEVELS = 4
 
 
 class MediaNames:
@@ -79,7 +79,7 @@ class _UnreadableError(Exception):
 
 
 def _add(digest: Any, value: Any, depth: int) -> None:
-    if depth > _MOST_DEPTH or value is None:
+    if depth > _MOST_LEVELS or value is None:
         raise _UnreadableError
     if isinstance(value, Mapping):
         digest.update(f"{len(value)} names;".encode())

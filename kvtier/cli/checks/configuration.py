@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import Model, Serving
-from kvtier.autoconfig.plan import LONG_CONTEXT, make_plan
+from kvtier.autoconfig.plan import LONG_CONTEXT_TOKENS, make_plan
 from kvtier.autoconfig.start import probe_host
 from kvtier.config.keys import Config
 from kvtier.config.load import encryption_key, filled
@@ -42,7 +42,7 @@ def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Conf
 def check_model(started: Started, model: Model) -> Finding:
     token = model.kv_bytes_per_token.value or 1
     tokens = started.ram_bytes // token
-    longest = min(model.max_tokens.value or LONG_CONTEXT, LONG_CONTEXT)
+    longest = min(model.max_tokens.value or LONG_CONTEXT_TOKENS, LONG_CONTEXT_TOKENS)
     chunk = size_text(token * started.config.engine.chunk_tokens)
     seen = (
         f"{size_text(token)} of KV a token, {chunk} a chunk; the RAM tier holds {tokens:,} tokens"

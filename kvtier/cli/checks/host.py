@@ -16,7 +16,7 @@ from kvtier.core.terminal import size_text
 from kvtier.started import Started
 from kvtier.tiers.seam import Finding
 
-_SMALL_SHM = 256 << 20
+_SMALL_SHM_BYTES = 256 << 20
 _POPULATE_LINUX = (5, 14)
 
 
@@ -102,7 +102,7 @@ def _memlock(started: Started, gpus: Gpus) -> Finding:
 def _shm() -> Finding:
     shm = probe_memory().shm
     seen = f"{size_text(shm.value)} in /dev/shm" if shm.value is not None else shm.source
-    if (shm.value or 0) >= _SMALL_SHM:
+    if (shm.value or 0) >= _SMALL_SHM_BYTES:
         return Finding("shm", "ok", f"{seen}; kvtier needs none of it")
     do = "kvtier needs none, but vLLM with several ranks does: docker run --shm-size=2g"
     return Finding("shm", "warn", seen, do)

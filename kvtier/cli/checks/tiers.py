@@ -55,7 +55,7 @@ def check_tier(started: Started, tier: RegisteredTier, own: TierSection) -> Iter
     yield from tier.findings(own, tried)
 
 
-_FEW_HITS = 0.01
+_FEW_HITS_PART = 0.01
 """Part of the asked chunks that counts as no hits, because the self-test's chunks are hits too."""
 
 
@@ -103,7 +103,7 @@ def check_hits(started: Started, address: str, slot_bytes: int) -> Finding:
         room = f"RAM holds {client.pool.slots:,} chunks" if client.pool else ""
         zero = ZeroHits(room, seconds=0.0)
     asked, hits, saved, reasons = totals(stats)
-    if hits < asked * _FEW_HITS and zero.counted(asked - hits, 0, saved, reasons):
+    if hits < asked * _FEW_HITS_PART and zero.counted(asked - hits, 0, saved, reasons):
         return Finding("hits", "warn", zero.verdict, "'kvtier top' shows whether a change helps")
     part = (
         f"{hits / asked:.1%} of {asked:,} chunks asked for were hits"

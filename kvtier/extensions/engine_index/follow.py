@@ -47,13 +47,13 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Before a connection is tried again. Doubles until a message was understood."""
 _PING_S = 1.0
 """A connection that says nothing is asked for a sign of life at this interval."""
-_MOST_SILENT = 3
+_SILENT_PINGS = 3
 """Intervals in a row without one."""
-_QUIET = int(QUIET_S / _PING_S)
+_QUIET_PINGS = int(QUIET_S / _PING_S)
 _CATCH_UP_S = 60.0
 """Longest time to hear what was missed."""
-_MOST_SAID = 8
-_LONGEST = 8 << 20
+_MOST_TEXTS = 8
+_MESSAGE_BYTES = 8 << 20
 """Bytes of a message. vLLM publishes one for each step."""
 _MOST_NUMBER = 1 << 63
 """Numbers of messages are less. vLLM counts from 0."""
@@ -145,7 +145,7 @@ class _Follower:
 
     async def _connection(self) -> None:
         """One connection, until it ends with an error."""
-        peer = await zmtp.connected(self._engine.stream.endpoint, _LONGEST)
+        peer = await zmtp.connected(self._engine.stream.endpoint, _MESSAGE_BYTES)
         try:
             await peer.greet("SUB", ("PUB", "XPUB"))
             await peer.send([b"\x01"])  # a subscription to everything
@@ -175,10 +175,10 @@ class _Follower:
                 quiet += 1
                 silent = silent + 1 if heard_at == peer.heard_at else 0
                 heard_at = peer.heard_at
-                if silent == _MOST_SILENT:
+                if silent == _SILENT_PINGS:
                     raise TimeoutError("it gives no sign of life")
                 await peer.ping()
-                if quiet % _QUIET == 0:
+                if quiet % _QUIET_PINGS == 0:
                     await self._catch_up()
         finally:
             coming.cancel()
@@ -215,7 +215,7 @@ class _Follower:
 
     def _tell(self, text: str) -> None:
         """Each text once, until a message is understood again. An engine may send what it likes."""
-        if text not in self._said and len(self._said) < _MOST_SAID:
+        if text not in self._said and len(self._said) < _MOST_TEXTS:
             self._said.add(text)
             _strangers.warning("%s: %s", self._engine.name, text)
 
@@ -234,7 +234,7 @@ class _Follower:
         """Whether the answer came to its end. It is only read as far as there is time to apply
         it."""
         try:
-            peer = await zmtp.connected(endpoint, _LONGEST)
+            peer = await zmtp.connected(endpoint, _MESSAGE_BYTES)
         except OSError:
             return self._not_replayed()
         try:

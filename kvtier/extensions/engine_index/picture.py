@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.core.steps import PIECE_CHUNKS, Steps
 from kvtier.protocol.kv_events import BlockRemoved, BlockStored, Event, Hash
 
 _FULL = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
@@ -122,7 +122,7 @@ class Picture:
             if not bits:
                 found.tokens = number * group.block_tokens
                 return found
-            if number % AT_ONCE == AT_ONCE - 1:
+            if number % PIECE_CHUNKS == PIECE_CHUNKS - 1:
                 yield 0.0
         raise AssertionError
 
@@ -150,7 +150,7 @@ class Picture:
                 group.held[digest] = held | bit
                 self.blocks[_tier(event)] += 1
             parent = digest
-            if number % AT_ONCE == AT_ONCE - 1:
+            if number % PIECE_CHUNKS == PIECE_CHUNKS - 1:
                 yield 0.0
 
     def _removed(self, group: _Group, hashes: Sequence[Hash], bit: int) -> Steps[None]:
@@ -166,7 +166,7 @@ class Picture:
             else:
                 group.held.pop(digest, None)
                 del group.known[block]
-            if number % AT_ONCE == AT_ONCE - 1:
+            if number % PIECE_CHUNKS == PIECE_CHUNKS - 1:
                 yield 0.0
 
     @property

@@ -20,7 +20,7 @@ import msgspec
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.lookup import Change
-from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.core.steps import PIECE_CHUNKS, Steps
 from kvtier.protocol.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -100,7 +100,7 @@ class Announced:
     def following(self) -> Steps[None]:
         """Withdraw what has left its place."""
         while self._watch is not None:
-            changes = self._watch.changes(AT_ONCE)
+            changes = self._watch.changes(PIECE_CHUNKS)
             if changes is None:
                 yield from self._withdrawing()
             elif not changes:
@@ -169,7 +169,7 @@ class Announced:
                     if chunk.places >> place & 1:
                         self._removed(chunk, place)
                 self._forget(key)
-            if number % AT_ONCE == AT_ONCE - 1:
+            if number % PIECE_CHUNKS == PIECE_CHUNKS - 1:
                 yield 0.0
         self._publish(AllBlocksCleared())
 

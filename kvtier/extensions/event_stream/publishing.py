@@ -4,8 +4,8 @@ Messages are numbered from 0. The last of them are kept, tokens included. Each s
 replay, goes along these messages at its own speed. A subscriber that is slower than they leave
 loses events. The server never waits for one.
 
-Subscribers are not trusted: there are :data:`_PLACES` connections at each of the two endpoints,
-a handshake takes 3 s at most, and what comes in is subscriptions and numbers of a few bytes.
+Subscribers are not trusted: there are :data:`_MOST_CLIENTS` at each of the two endpoints, a
+handshake takes 3 s at most, and what comes in is subscriptions and numbers of a few bytes.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _LOOK_S = 0.05
 """Interval at which chunks that have left are looked for."""
 _MESSAGE_BYTES = 64 << 10
 """Events of one turn are one message, as long as it is shorter."""
-_KEPT, _KEPT_BYTES = 10_000, 64 << 20
+_KEPT_MESSAGES, _KEPT_BYTES = 10_000, 64 << 20
 """Messages for subscribers that are slow, come late or missed some."""
 _REQUEST_BYTES = 1024
-_PLACES = 64
+_MOST_CLIENTS = 64
 """Connections at one endpoint."""
-_AT_ONCE = 8
+_TURN_MESSAGES = 8
 """Messages that one client gets before others have their turn."""
 _PATIENCE_S = 10.0
 """A replay that does not move for so long ends."""
@@ -169,7 +169,7 @@ class Publisher(ServerExtension):
         self._kept.append((self._number, payload))
         self._kept_bytes += len(payload)
         self._number += 1
-        while len(self._kept) > _KEPT or self._kept_bytes > _KEPT_BYTES:
+        while len(self._kept) > _KEPT_MESSAGES or self._kept_bytes > _KEPT_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
         self._news.set()
         self._news = asyncio.Event()
@@ -216,7 +216,7 @@ class Publisher(ServerExtension):
         """Write what is kept from ``number`` on. Returns the number behind it."""
         while number < self._number and self._kept:
             place = max(0, number - self._kept[0][0])
-            found = list(islice(self._kept, place, place + _AT_ONCE))
+            found = list(islice(self._kept, place, place + _TURN_MESSAGES))
             for one, payload in found:
                 async with asyncio.timeout(_PATIENCE_S if before else None):
                     await peer.send([*before, b"", one.to_bytes(8, "big"), payload])
@@ -236,11 +236,11 @@ class _Door:
         loop = asyncio.get_running_loop()
         try:
             async for sock, _ in accepted(loop, self._listener.socket, _not_told):
-                if len(self.clients) >= _PLACES:
+                if len(self.clients) >= _MOST_CLIENTS:
                     _strangers.warning(
                         "server_events: %s has its %d connections, and one more was refused",
                         self._listener.address,
-                        _PLACES,
+                        _MOST_CLIENTS,
                     )
                     sock.close()
                     continue
@@ -273,7 +273,7 @@ class _Door:
 def _listen_tcp(address: Address) -> Listener:
     """Raises OSError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    sock = socket.create_server((address.host, address.port), family=family, backlog=_PLACES)
+    sock = socket.create_server((address.host, address.port), family=family, backlog=_MOST_CLIENTS)
     sock.setblocking(False)
     return Listener(sock, address, None, False, sock.close)
 

@@ -30,7 +30,7 @@ from kvtier.connectors.vllm.hint_words import (
 _EPHEMERAL_S = 300.0
 """Anthropic's default ``ttl`` of ``cache_control``."""
 _MARK = b'"cache_control"'
-_MOST_FIELD = 64 << 10
+_FIELD_BYTES = 64 << 10
 """Bytes of one field. A longer one is a bad hint."""
 _MOST_BLOCKS = 30_000
 """Most objects of a searched list. More would hold the API server's loop for milliseconds."""
@@ -86,7 +86,7 @@ def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict
     for field, reader in _FIELDS.items():
         if field not in body:
             continue
-        if len(bytes(body[field])) > _MOST_FIELD:
+        if len(bytes(body[field])) > _FIELD_BYTES:
             words.bad += 1
         elif (value := _decoded(body[field])) is not None:
             reader(words, value)
@@ -209,4 +209,4 @@ def _decoded(raw: msgspec.Raw) -> Any:
 
 def _small(raw: msgspec.Raw) -> Any:
     """The value, or a bad hint if it is too long."""
-    return _decoded(raw) if len(bytes(raw)) <= _MOST_FIELD else _TOO_LONG
+    return _decoded(raw) if len(bytes(raw)) <= _FIELD_BYTES else _TOO_LONG

@@ -26,7 +26,7 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 MOST_BYTES = 1 << 20
 """Longer bodies are not read for hints."""
-_MOST_PARAMS = 64 << 10
+_PARAMS_BYTES = 64 << 10
 """Hints are not added to a longer ``kv_transfer_params``."""
 _BODY_S = 10.0
 """A slower body is not kept for its hints."""
@@ -119,7 +119,7 @@ def carried(headers: dict[str, str], body: bytes) -> bytes:
     fields = dialects.fields(body)
     said = dialects.of_http(headers, fields)
     raw = bytes(fields.get(_PARAMS, b"null"))
-    given = msgspec.json.decode(raw) if len(raw) <= _MOST_PARAMS else raw
+    given = msgspec.json.decode(raw) if len(raw) <= _PARAMS_BYTES else raw
     if not said or not isinstance(given, dict | None):
         return body
     params = msgspec.json.encode(said | (given or {}))

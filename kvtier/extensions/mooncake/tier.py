@@ -37,11 +37,11 @@ MooncakeError = LibraryError
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
-_SLOWEST = 8 << 20
+_SLOWEST_BYTES_S = 8 << 20
 """Bytes a second. Slower calls have failed."""
-_SLOWEST_LENT = 1 << 30
+_LENT_BYTES_S = 1 << 30
 """Bytes a second for making lent memory ready for RDMA."""
-_LOCAL_BUFFER = 1 << 20
+_BUFFER_BYTES = 1 << 20
 """For Mooncake itself. Chunks lie in the shared memory."""
 
 _GONE = (-703, -704, -712)
@@ -83,8 +83,8 @@ class MooncakeStore:
     ) -> None:
         self.url = parse(url)
         self.label = self.url.label
-        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST
-        begin_s = _ANSWER_S + self.url.segment // _SLOWEST_LENT
+        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST_BYTES_S
+        begin_s = _ANSWER_S + self.url.segment // _LENT_BYTES_S
         library = Library("Mooncake", _CHILD, python, self._setup, begin_s)
         self._process = LibraryProcess(
             library, room(chunk_bytes), calls, limit_s, chosen(environment(), *_VARIABLES)
@@ -93,7 +93,7 @@ class MooncakeStore:
     def _setup(self) -> list[object]:
         """Raises MooncakeError where no master listens."""
         url, own = self.url, _own_address(self.url)
-        setup = [url.own_host or own, url.metadata, url.segment, _LOCAL_BUFFER]
+        setup = [url.own_host or own, url.metadata, url.segment, _BUFFER_BYTES]
         return [*setup, url.protocol, url.device, url.master]
 
     def greet(self, folder: str = "") -> None:

@@ -100,7 +100,7 @@ _BEGIN_S = 5.0
 _LATE_S = 2.0
 """Time between the library's own limit of a request and the end of its process."""
 _ANSWER_S = 5
-_SLOWEST = 8 << 20
+_SLOWEST_BYTES_S = 8 << 20
 """Bytes a second. Slower requests have failed."""
 _NOWHERE = "http://127.0.0.1:1"
 """A proxy that does not exist, for all hosts but the endpoint's: the library follows redirects
@@ -174,7 +174,7 @@ class Bucket:
     def __init__(self, url: str, chunk_bytes: int) -> None:
         self.url: ObjectUrl = parse(url)
         self.label = self.url.label
-        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST
+        limit_s = _ANSWER_S + chunk_bytes // _SLOWEST_BYTES_S
         client: dict[str, object] = {"allow_http": plain_http_allowed()}
         if hosts := object_hosts():
             client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}

@@ -26,7 +26,7 @@ _RETRY_S = 5
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
 """Bytes of an answer that are taken at once."""
-_MOST_NAME = 1024
+_NAME_LETTERS = 1024
 """Characters of a name. Longer ones are no object's, and left out."""
 
 
@@ -104,7 +104,7 @@ class BucketCalls:
             return [
                 [each["path"], each["size"], each["last_modified"].timestamp()]
                 for each in page
-                if len(each["path"]) <= _MOST_NAME
+                if len(each["path"]) <= _NAME_LETTERS
             ]
         return None
 

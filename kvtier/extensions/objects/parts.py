@@ -70,13 +70,13 @@ class ObjectSection(TierSection):
         return {"bytes_": self.share}
 
 
-_BLOCK = 4 << 20
+_BLOCK_BYTES = 4 << 20
 _REQUESTS = 8
 """Requests at once, as a tier makes them."""
-_ASKED = 3
-_SPEED, _LATENCY = 0.68e9, 0.1
+_TRIALS = 3
+_USUAL_BYTES_S, _USUAL_LATENCY_S = 0.68e9, 0.1
 """Amazon's figures of S3: eight requests of 85 MB/s each, 100 to 200 ms to the first byte."""
-_BEFORE_FIRST = 9
+_FIRST_REQUESTS = 9
 """Requests before a chunk comes: eight find a run of 128 chunks, one reads."""
 
 
@@ -123,18 +123,21 @@ def probe(own: ObjectSection) -> ObjectStore:
 def _timed(store: ObjectStore, seconds: float) -> ObjectStore:
     from kvtier.extensions.objects.bucket import FAULTS, Bucket, words
 
-    bucket, moved = Bucket(store.url, _BLOCK), list[int]()
+    bucket, moved = Bucket(store.url, _BLOCK_BYTES), list[int]()
     name = "/".join(filter(None, (bucket.url.prefix, f"kvtier-probe-{os.urandom(8).hex()}")))
     asked = []
 
     def get() -> None:
         with suppress(*FAULTS):
-            while time.perf_counter() < until and (found := bucket.get(name, _BLOCK)) is not None:
+            while (
+                time.perf_counter() < until
+                and (found := bucket.get(name, _BLOCK_BYTES)) is not None
+            ):
                 moved.append(found.nbytes)
 
     try:
-        bucket.put(name, [os.urandom(_BLOCK)])
-        for _ in range(_ASKED):
+        bucket.put(name, [os.urandom(_BLOCK_BYTES)])
+        for _ in range(_TRIALS):
             begun = time.perf_counter()
             bucket.has(name)
             asked.append(time.perf_counter() - begun)
@@ -156,7 +159,7 @@ def _timed(store: ObjectStore, seconds: float) -> ObjectStore:
     return replace(
         store,
         speed=speed if moved else unknown("trial failed: no get ended"),
-        latency=known(statistics.median(asked), f"measured, {_ASKED} requests"),
+        latency=known(statistics.median(asked), f"measured, {_TRIALS} requests"),
     )
 
 
@@ -169,15 +172,15 @@ def plan(store: ObjectStore | None, draft: Draft) -> None:
     size = store.bytes_.value or DEFAULT_BYTES
     if short := draft.too_small(size):
         return draft.leave_out(f"{short}; give more object_bytes")
-    speed = or_assumed(store.speed, _SPEED, "a bucket in this region")
-    latency = or_assumed(store.latency, _LATENCY, "a bucket in this region")
+    speed = or_assumed(store.speed, _USUAL_BYTES_S, "a bucket in this region")
+    latency = or_assumed(store.latency, _USUAL_LATENCY_S, "a bucket in this region")
     draft.show(
         "object_latency_ms",
         round((latency.value or 0.0) * 1e3, 1),
         latency.source,
-        f"one request; the first chunk comes after up to {_BEFORE_FIRST} of them",
+        f"one request; the first chunk comes after up to {_FIRST_REQUESTS} of them",
     )
-    wait = _BEFORE_FIRST * (latency.value or 0.0)
+    wait = _FIRST_REQUESTS * (latency.value or 0.0)
     if not draft.pays(speed, wait):
         return None
     told = store.reachable.source

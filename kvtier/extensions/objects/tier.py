@@ -24,16 +24,16 @@ from kvtier.core.steps import pieces
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.tiers.away.object_layout import HEADER_BYTES
-from kvtier.tiers.away.tier import ASKED_AT_ONCE
+from kvtier.tiers.away.tier import ASKED_CHUNKS
 from kvtier.tiers.away.whole_objects import WholeObjectTier
 
 _LOG = logging.getLogger(__name__)
-_ALL_ASKED = 8
+_ALL_ASKED_CHUNKS = 8
 """Chunks up to which each is asked for: exact, and no more requests than a bisection of 128."""
 _LIST_S = 5.0
 _ASK_S = 8.0
-_ASKED_TOGETHER = 16
-_MOST_LISTED = 2_000_000
+_ASKED_CHUNKS = 16
+_LISTED_NAMES = 2_000_000
 
 
 class ObjectTier(WholeObjectTier[Bucket]):
@@ -55,7 +55,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """See :meth:`Tier.find`. Exact for up to 8 keys. Longer runs are taken to have no gaps."""
-        if len(keys) <= _ALL_ASKED:
+        if len(keys) <= _ALL_ASKED_CHUNKS:
             return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
         if not self._has(keys[0]):
             return 0
@@ -80,7 +80,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         if owner is None:
             return list(stamps), whole
         found, unowned, until = list[ChunkKey](), 0, self._clock() + _ASK_S
-        for run in pieces(list(stamps), ASKED_AT_ONCE):
+        for run in pieces(list(stamps), ASKED_CHUNKS):
             if (left := until - self._clock()) <= 0:
                 return found, False
             told = self._whose(run, left)
@@ -108,9 +108,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
             name = self._form.name(key)
             told[key] = self._call("failed_finds", lambda: self._store.owner(name))
 
-        lane = Lane(
-            "object-owners", min(_ASKED_TOGETHER, len(keys)), urgent_bound=0, bound=len(keys)
-        )
+        lane = Lane("object-owners", min(_ASKED_CHUNKS, len(keys)), urgent_bound=0, bound=len(keys))
         for key in keys:
             lane.submit(partial(ask, key))
         lane.close(seconds)
@@ -123,7 +121,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         """Chunks -> last write. False when a fault, the time or the number cut the search short."""
         stamps: dict[ChunkKey, datetime] = {}
         until, pages = self._clock() + _LIST_S, self._store.listed(self._form.folder)
-        while self._clock() < until and len(stamps) < _MOST_LISTED:
+        while self._clock() < until and len(stamps) < _LISTED_NAMES:
             found = self._call("failed_finds", lambda: list(islice(pages, 1000)))
             if not found:
                 return stamps, found is not None

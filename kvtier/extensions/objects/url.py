@@ -25,7 +25,7 @@ Scheme = Literal["s3", "gs", "az"]
 _SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
-_LONGEST_PREFIX = 512
+_PREFIX_LETTERS = 512
 """Names in S3 have at most 1,024 bytes. Ours take 160 behind the prefix."""
 
 
@@ -66,11 +66,11 @@ def parse(text: str) -> ObjectUrl:
         )
     parts = prefix.split("/")
     if prefix and (
-        len(prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(prefix) or {".", ".."} & set(parts)
+        len(prefix) > _PREFIX_LETTERS or not _PREFIX.fullmatch(prefix) or {".", ".."} & set(parts)
     ):
         raise ConfigError(
             "the prefix cannot be used: it may have words of letters, digits and . _ = - with "
-            f"single / between, at most {_LONGEST_PREFIX} characters; expected {EXPECTED}"
+            f"single / between, at most {_PREFIX_LETTERS} characters; expected {EXPECTED}"
         )
     return ObjectUrl(known, bucket, prefix)
 

@@ -45,7 +45,7 @@ from kvtier.core.errors import LayoutError, StateError
 from kvtier.extensions.spans.in_place import InPlace, all_ready
 from kvtier.extensions.spans.packing import Write, learned
 
-_EXACT, _ROUNDED = 2e-3, 4e-2
+_EXACT_PART, _ROUNDED_PART = 2e-3, 4e-2
 """Most that two rotated keys may differ by, as a part of the largest element: in float32, and in
 the types of half its size."""
 
@@ -81,7 +81,7 @@ class KeyRotation:
         """Whether ``other`` is ``key`` moved: both are of the same token in the first layer,
         where a key depends on nothing but the token and its position."""
         gap = (self.moved(key, distance).float() - other.float()).abs().max()
-        allowed = _EXACT if key.dtype == torch.float32 else _ROUNDED
+        allowed = _EXACT_PART if key.dtype == torch.float32 else _ROUNDED_PART
         return bool(gap <= allowed * other.float().abs().max())
 
 

@@ -18,7 +18,7 @@ from kvtier.core.errors import LayoutError
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``write(keys, values, places)``: the engine's. A place is block * tokens of a block + token."""
-_BASE = 100
+_EXACT_NUMBERS = 100
 """Whole numbers up to this are exact in every type that KV has."""
 
 
@@ -103,13 +103,13 @@ def _places(
     digit = 1
     while digit < max(size, 2):
         pair = [row.new_zeros(tokens, heads, dim) for dim in dims]
-        pair[which] = (number // digit % _BASE + 1).to(row.dtype).view(shape)
+        pair[which] = (number // digit % _EXACT_NUMBERS + 1).to(row.dtype).view(shape)
         row.zero_()
         write(pair[0], pair[1], slots)
         read = row.reshape(-1).float().round().long()
         seen = read > 0
         total += torch.where(seen, (read - 1) * digit, 0)
-        digit *= _BASE
+        digit *= _EXACT_NUMBERS
     places = torch.full((size,), -1)
     at = seen.nonzero()[:, 0]
     if len(at) != size or int(total[at].max()) >= size:

@@ -21,7 +21,7 @@ from kvtier.core.secret_files import make_folder, refuse_shared_folder
 
 logger = logging.getLogger("kvtier.server")
 
-_TELLS_A_WATCHDOG_TIME = 3
+_WATCHDOG_TELLS = 3
 """The service manager gives up when it hears nothing for one watchdog time."""
 
 
@@ -84,12 +84,12 @@ class Notifier:
         assert self.watchdog_s is not None
         while True:
             self.tell("WATCHDOG=1", f"STATUS={status()}")
-            await asyncio.sleep(self.watchdog_s / _TELLS_A_WATCHDOG_TIME)
+            await asyncio.sleep(self.watchdog_s / _WATCHDOG_TELLS)
 
 
 logger = logging.getLogger("kvtier.server")
 
-_BACKLOG = 128
+_BACKLOG_CONNECTIONS = 128
 
 
 class Listener(NamedTuple):
@@ -133,7 +133,7 @@ def listen_unix(address: Address) -> Listener:
         _remove_stale(path)
         os.fchmod(sock.fileno(), 0o600)  # before bind: the file is never wider than this
         sock.bind(address.path)
-        sock.listen(_BACKLOG)
+        sock.listen(_BACKLOG_CONNECTIONS)
         sock.setblocking(False)
     except (OSError, ConfigError) as error:
         sock.close()
@@ -178,7 +178,9 @@ def listen_tcp(
         logger.warning(PLAIN, address)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+        sock = socket.create_server(
+            (address.host, address.port), family=family, backlog=_BACKLOG_CONNECTIONS
+        )
     except OSError as error:
         raise ConfigError(f"cannot listen at {address}: {error}") from error
     sock.setblocking(False)

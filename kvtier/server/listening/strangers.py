@@ -34,12 +34,12 @@ millisecond of the loop, whatever comes of it. Those that come meanwhile wait in
 _PAUSE_S = 0.1
 """After an accept that failed: for example, no file descriptor was left."""
 PLACES = 64
-PLACES_OF_ONE = 16
+ONE_HOSTS_PLACES = 16
 """Of one address, or for IPv6 of one network of 64 bits: a host has as many addresses as it
 likes."""
 _HANDSHAKE_S = 4.0
 """For TLS, with its waiting."""
-_REST = 9
+_REST_FACTOR = 9
 """Times as long as the handshakes before."""
 _ANSWER_S = 0.005
 """From one turn to the next at least. Meanwhile the loop answers the client, and its cost shows."""
@@ -98,7 +98,7 @@ async def accepted(
 class Handshakes(Generic[T]):
     """By address, the oldest first. Not thread-safe."""
 
-    def __init__(self, places: int = PLACES, places_of_one: int = PLACES_OF_ONE) -> None:
+    def __init__(self, places: int = PLACES, places_of_one: int = ONE_HOSTS_PLACES) -> None:
         self._places = places
         self._places_of_one = places_of_one
         self._under_way: dict[T, str] = {}
@@ -236,7 +236,7 @@ class Turns:
         try:
             self.charge(work)
         finally:
-            rest_s, self._spent_s = max(_REST * self._spent_s, _ANSWER_S), 0.0
+            rest_s, self._spent_s = max(_REST_FACTOR * self._spent_s, _ANSWER_S), 0.0
             self.loop.call_later(rest_s, self._next)
 
 

@@ -21,7 +21,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Executor, Work
 from kvtier.core.lookup import Asking
 from kvtier.core.pool import Pool
-from kvtier.core.steps import AT_ONCE, Steps
+from kvtier.core.steps import PIECE_CHUNKS, Steps
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.load_policy.latency import Pace
 from kvtier.store.directory import Directory
@@ -31,11 +31,11 @@ from kvtier.store.observer import Left
 from kvtier.store.observers.ages import Ages, Room
 from kvtier.tiers.base import Tier
 
-_ASKED_AT_ONCE = 64
+_ASKED_CHUNKS = 64
 """Chunks whose owners a tier is asked for in one piece of work."""
 _MEASURED_CHUNKS = 4
 """Chunks that a start reads at once to measure a tier."""
-_MOST_DOUBTING = 64
+_DOUBTING_OWNERS = 64
 """Owners whose chunks it is asked for at once."""
 
 
@@ -301,7 +301,7 @@ class LowerTier:
         if owner is None or not self.tier.asks_for_owners:
             return
         unowned = self.chunks.unowned(keys)
-        if unowned and (owner in self._doubted or len(self._doubted) < _MOST_DOUBTING):
+        if unowned and (owner in self._doubted or len(self._doubted) < _DOUBTING_OWNERS):
             self._doubted.setdefault(owner, {}).update(dict.fromkeys(unowned))
 
     def _ask_whose(self) -> None:
@@ -310,7 +310,7 @@ class LowerTier:
         after a later :meth:`sweep_soon`."""
         with self._lock:
             owner, doubted = next(iter(self._doubted.items()), (UNOWNED, {}))
-            keys = list(doubted)[:_ASKED_AT_ONCE]
+            keys = list(doubted)[:_ASKED_CHUNKS]
         try:
             whose = self.tier.owners(keys)
             if self.tier.open_breakers:
@@ -398,7 +398,7 @@ class LowerTier:
         while True:
             with self._lock:
                 smaller = min(capacity, self.chunks.capacity)
-                victims = self.chunks.limit(smaller, AT_ONCE)
+                victims = self.chunks.limit(smaller, PIECE_CHUNKS)
                 self._counts[f"{self.tier.name}_evicted"] += len(victims)
             if not victims:
                 break

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.observer import Observer
 
-_MOST_AHEAD = 512
+_AHEAD_CHUNKS = 512
 """Chunks looked through for one of the sample. More would hold the Store's lock for over 0.1 ms."""
-_ALL_UP_TO = 1024
-_LEAST_PART = 64
-_MOST = 65_536
+_WHOLE_CHUNKS = 1024
+_LEAST_PARTS = 64
+_USED_CHUNKS = 65_536
 
 
 class Room(NamedTuple):
@@ -56,7 +56,7 @@ class Ages(Observer):
     __slots__ = ("_floor", "_mask", "_turn", "_used")
 
     def __init__(self, chunks: int) -> None:
-        part = min(_LEAST_PART, -(-chunks // _ALL_UP_TO))
+        part = min(_LEAST_PARTS, -(-chunks // _WHOLE_CHUNKS))
         self._mask = (1 << (part - 1).bit_length()) - 1
         """A key whose first byte has none of these bits is in the sample."""
         self._used: OrderedDict[ChunkKey, int] = OrderedDict()
@@ -79,7 +79,7 @@ class Ages(Observer):
             if not key[0] & mask:
                 used[key] = self._turn
                 used.move_to_end(key)
-        while len(used) > _MOST:
+        while len(used) > _USED_CHUNKS:
             self._floor = used.popitem(last=False)[1]
 
     def stored(self, run: Sequence[ChunkKey]) -> None:
@@ -90,7 +90,7 @@ class Ages(Observer):
         sample. None: no chunk can leave, or none near is in the sample."""
         if not self._turn:
             return None
-        near = islice(order, _MOST_AHEAD)
+        near = islice(order, _AHEAD_CHUNKS)
         return next(
             (self._used.get(key, self._floor) for key in near if not key[0] & self._mask), None
         )

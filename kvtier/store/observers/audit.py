@@ -17,7 +17,7 @@ from kvtier.store.observer import Observer
 
 logger = logging.getLogger("kvtier")
 
-ONE_IN = 1000
+AUDIT_CHUNKS = 1000
 """Loaded chunks for one that is compared: a thousandth more reads, behind all others."""
 _PIECE_BYTES = 256 * 1024
 """Bytes compared at once: for about 0.1 ms no other thread runs Python."""
@@ -34,7 +34,7 @@ class Audit(Observer):
         lower_tiers: Sequence[LowerTier],
         invalidate: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
-        self.one_in = ONE_IN
+        self.one_in = AUDIT_CHUNKS
         """Tests set another one, before the first load. 0: never."""
         self._core, self._lower_tiers, self._invalidate = core, lower_tiers, invalidate
         self._passed = 0

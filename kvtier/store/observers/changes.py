@@ -19,7 +19,7 @@ from kvtier.store.directory import Directory
 from kvtier.store.entry import READY
 from kvtier.store.observer import Left, Observer
 
-_MOST_WAITING = 1 << 16
+_WAITING_CHANGES = 1 << 16
 
 
 class Changes(Observer):
@@ -69,7 +69,7 @@ class Changes(Observer):
             self._named[key] = bits
             if not there and not bits:
                 del self._named[key]
-        if len(self._waiting) < _MOST_WAITING:
+        if len(self._waiting) < _WAITING_CHANGES:
             self._waiting.append(change)
             return
         self._lost = True
@@ -81,7 +81,7 @@ class Changes(Observer):
     def has_changes(self) -> bool:
         return self._lost or bool(self._waiting)
 
-    def changes(self, most: int = _MOST_WAITING) -> list[Change] | None:
+    def changes(self, most: int = _WAITING_CHANGES) -> list[Change] | None:
         """See Watched. At most so many."""
         if not self.has_changes:
             return []

@@ -23,8 +23,8 @@ from kvtier.store.directory import Directory
 from kvtier.store.observer import Observer
 
 _MOST_CHUNKS = 1 << 17
-_MOST_WAITING = 256
-_AT_ONCE = 8
+_WAITING_NOTES = 256
+_TURN_NOTES = 8
 _READ_WITHIN_S = 600.0
 
 
@@ -149,7 +149,7 @@ class Follower(Observer):
         return len(self._waiting) + self._working
 
     def _has_room(self, dropped: str) -> bool:
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= _WAITING_NOTES:
             self.counts[dropped] += 1
             return False
         return True
@@ -160,7 +160,7 @@ class Follower(Observer):
         with self._lock:
             self._directory.tick(self._clock())
         self._working = 1
-        for _ in range(_AT_ONCE):
+        for _ in range(_TURN_NOTES):
             try:
                 item = self._waiting.popleft()
             except IndexError:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier.core.lookup import RAM, Served
 from kvtier.core.report import FIRST_BIT, PLACES
-from kvtier.eviction.saved_compute import DEFAULT_S0, SavedCompute
+from kvtier.eviction.saved_compute import DEFAULT_S0_TOKENS, SavedCompute
 from kvtier.store.observer import Observer
 
-_PER_PLACE = 1e9 / 2**FIRST_BIT
-_ALL = 64 - FIRST_BIT
+_PER_S = 1e9 / 2**FIRST_BIT
+_ALL_PLACES = 64 - FIRST_BIT
 
 
 class Histogram:
@@ -20,11 +20,11 @@ class Histogram:
     __slots__ = ("_counts", "_sums")
 
     def __init__(self) -> None:
-        self._counts = [0] * _ALL
-        self._sums = [0.0] * _ALL
+        self._counts = [0] * _ALL_PLACES
+        self._sums = [0.0] * _ALL_PLACES
 
     def add(self, seconds: float) -> None:
-        place = int(seconds * _PER_PLACE).bit_length()
+        place = int(seconds * _PER_S).bit_length()
         self._counts[place] += 1
         self._sums[place] += seconds
 
@@ -68,7 +68,7 @@ class ComputeCounts(Observer):
 
     __slots__ = ("_asked", "_of", "_saved")
 
-    def __init__(self, s0: float = DEFAULT_S0) -> None:
+    def __init__(self, s0: float = DEFAULT_S0_TOKENS) -> None:
         self._of = SavedCompute(1, s0).of
         self._asked = self._saved = 0.0
 

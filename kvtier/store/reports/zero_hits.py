@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from kvtier.core.report import SizeClassStatus
 
-_CHUNKS, _SECONDS = 2000, 600.0
-_SHOWN, _LEAST_PART = 2, 0.1
+_CHUNKS, _LOOK_S = 2000, 600.0
+_SHOWN_REASONS, _LEAST_PART = 2, 0.1
 """Reasons that are told, and the least part of the asked chunks that each must explain."""
 
 _WORDS = {
@@ -86,7 +86,7 @@ class ZeroHits:
         found: int = 0,
         *,
         chunks: int = _CHUNKS,
-        seconds: float = _SECONDS,
+        seconds: float = _LOOK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.verdict = ""
@@ -133,7 +133,7 @@ class ZeroHits:
         whole = max(1, sum(reasons.values()))
         said = [
             f"{count / whole:.0%} {reason}: {_WORDS.get(reason, reason).format(room=self._room)}"
-            for reason, count in reasons.most_common(_SHOWN)
+            for reason, count in reasons.most_common(_SHOWN_REASONS)
             if count >= _LEAST_PART * whole
         ]
         if self._found and reasons["cold"] >= _LEAST_PART * whole:

@@ -22,7 +22,7 @@ from typing import Any
 
 _LOOK_S = 1.0
 _STACK_BYTES = 1 << 20
-_MOST_TEXT = 16 << 10
+_TEXT_LETTERS = 16 << 10
 """Characters told of an error, which may hold an answer of any length."""
 
 
@@ -67,7 +67,7 @@ def _serve(calls: Any, seat: Connection, index: int) -> None:
 
 
 def _fault(error: Exception) -> list[Any]:
-    return [None, type(error).__name__, str(error)[:_MOST_TEXT]]
+    return [None, type(error).__name__, str(error)[:_TEXT_LETTERS]]
 
 
 def _tell(to: Connection, what: object) -> None:

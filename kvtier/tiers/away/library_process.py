@@ -33,7 +33,7 @@ from kvtier.core import processes
 _LOG = logging.getLogger(__name__)
 _MAIN = str(Path(__file__).with_name("library_main.py"))
 _LOAD_S = 20.0
-_MOST_ANSWER = 1 << 20
+_ANSWER_BYTES = 1 << 20
 """Bytes. Codes of 512 names, or an error's words, are much less."""
 _END_S = 3.0
 _INCOMPLETE = "{name}'s library is not complete here ({text}); install what it needs"
@@ -206,7 +206,7 @@ class _Process:
         try:
             connection.send_bytes(json.dumps(what).encode())
             if connection.poll(limit_s):
-                return json.loads(connection.recv_bytes(_MOST_ANSWER))
+                return json.loads(connection.recv_bytes(_ANSWER_BYTES))
             why = f"{name}'s client gives no answer in {limit_s:.0f} s"
         except ValueError:
             why = f"{name}'s client gives an answer that cannot be read"

@@ -16,10 +16,10 @@ from kvtier.core.chunk import ChunkKey, coldest_first
 from kvtier.core.errors import StateError
 from kvtier.core.steps import pieces
 from kvtier.tiers.base import AWAY_EVENTS, EventCounts, Tier
-from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
+from kvtier.tiers.breaker import OPENING_FAULTS, Breaker
 
-_AT_ONCE = 32
-_MOST = 65_536
+_DELETE_CHUNKS = 32
+_OWED_CHUNKS = 65_536
 
 
 class OwedDeletions:
@@ -39,7 +39,7 @@ class OwedDeletions:
         """Owe these deletions too. Beyond 65,536 the oldest are given up."""
         with self._lock:
             self._owed.update(dict.fromkeys(keys))
-            while len(self._owed) > _MOST:
+            while len(self._owed) > _OWED_CHUNKS:
                 del self._owed[next(iter(self._owed))]
 
     def cancel(self, key: ChunkKey) -> bool:
@@ -55,7 +55,7 @@ class OwedDeletions:
         if not self._owed:
             return
         with self._lock:
-            keys = [key for key in islice(self._owed, _AT_ONCE) if key not in self.going]
+            keys = [key for key in islice(self._owed, _DELETE_CHUNKS) if key not in self.going]
             for key in keys:
                 del self._owed[key]
             self.going.update(keys)
@@ -68,7 +68,7 @@ class OwedDeletions:
 
 _LOG = logging.getLogger(__name__)
 _MAX_CHUNK_BYTES = 1 << 30
-ASKED_AT_ONCE = 512
+ASKED_CHUNKS = 512
 
 
 class AwayTier(Tier):
@@ -104,7 +104,7 @@ class AwayTier(Tier):
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         held = 0
-        for run in pieces(keys, ASKED_AT_ONCE):
+        for run in pieces(keys, ASKED_CHUNKS):
             found = self._held(run)
             held += found
             if found < len(run):
@@ -163,7 +163,7 @@ class AwayTier(Tier):
             _LOG.warning(
                 "%s: %d faults in a row; every call misses for %.1f s, then one tries again (%s)",
                 self._place,
-                FAULTS_TO_OPEN,
+                OPENING_FAULTS,
                 breaker.wait_s,
                 told,
             )

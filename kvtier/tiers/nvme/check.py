@@ -35,7 +35,7 @@ from kvtier.tiers.nvme.index import (
     table_bytes,
 )
 
-_READ_STEP = 8 << 20
+_STEP_BYTES = 8 << 20
 
 
 class Report(msgspec.Struct):
@@ -165,8 +165,8 @@ def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records
     there = max(0, os.fstat(index).st_size - PAGE_BYTES) // RECORD_BYTES
     slots = min(superblock.slots, there)
     table = memoryview(bytearray(slots * RECORD_BYTES))
-    for start in range(0, len(table), _READ_STEP):
-        os.preadv(index, [table[start : start + _READ_STEP]], PAGE_BYTES + start)
+    for start in range(0, len(table), _STEP_BYTES):
+        os.preadv(index, [table[start : start + _STEP_BYTES]], PAGE_BYTES + start)
     return table, read_records(table, slots, superblock.slot_bytes)
 
 

@@ -49,12 +49,12 @@ NETWORK_FILESYSTEMS = frozenset(
 SIZE_FOLDERS = "slots-*/"
 """Below ``nvme_path``: a server's folders, one for each chunk size."""
 _ALWAYS = ("/var/tmp", "/tmp")
-_PAGE = 4096
+_PAGE_BYTES = 4096
 _LEAST_LEFT_BYTES = 64 << 20
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 4, "ebs": 2, "rotational": 1}
 """Calls at once, by kind of disk: some verify what they read while others keep it busy."""
-_UNKNOWN = 4
+_UNKNOWN_THREADS = 4
 _UNKNOWN_CPUS = 4
 
 
@@ -148,7 +148,7 @@ def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
 
 def disk_threads(disk: Disk, cpus: int | None) -> int:
     """Calls at once: enough for the kind of disk, at most two a CPU."""
-    wanted = _THREADS.get(disk.device.value or "", _UNKNOWN)
+    wanted = _THREADS.get(disk.device.value or "", _UNKNOWN_THREADS)
     return max(1, min(wanted, 2 * (cpus or _UNKNOWN_CPUS)))
 
 
@@ -168,7 +168,7 @@ def _try_direct(place: Path) -> tuple[Fact[bool], Fact[bool]]:
         refused = f"no right to write in {place}"
         return known(False, refused), unknown(refused)
     try:
-        with open_direct(place) as fd, mmap.mmap(-1, _PAGE) as page:
+        with open_direct(place) as fd, mmap.mmap(-1, _PAGE_BYTES) as page:
             os.pwrite(fd, page, 0)
         return known(True, "a page was written"), known(True, "a page was written")
     except OSError as error:

@@ -42,7 +42,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _GIB = 1 << 30
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, linux/falloc.h
-_READ_STEP = 8 << 20
+_STEP_BYTES = 8 << 20
 _STAGING_BYTES, _HUGE_BYTES = 4 << 20, 2 << 20
 
 
@@ -158,8 +158,8 @@ class SlotFiles:
 
     def read_table(self) -> memoryview:
         table = memoryview(bytearray(self.kept * RECORD_BYTES))
-        for start in range(0, len(table), _READ_STEP):
-            part = table[start : start + _READ_STEP]
+        for start in range(0, len(table), _STEP_BYTES):
+            part = table[start : start + _STEP_BYTES]
             if os.preadv(self._index, [part], PAGE_BYTES + start) != len(part):
                 raise OSError(errno.EIO, "short read")
         return table
@@ -173,8 +173,8 @@ class SlotFiles:
         """Replace all records by ``table`` if given, and close durably. Raises OSError."""
         try:
             if table is not None:
-                for start in range(0, len(table), _READ_STEP):
-                    os.pwrite(self._index, table[start : start + _READ_STEP], PAGE_BYTES + start)
+                for start in range(0, len(table), _STEP_BYTES):
+                    os.pwrite(self._index, table[start : start + _STEP_BYTES], PAGE_BYTES + start)
             os.fdatasync(self._payload)
             os.fdatasync(self._index)
             self._write_superblock(clean=True)

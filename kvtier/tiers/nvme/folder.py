@@ -60,7 +60,7 @@ def holders_of_removed(path: Path) -> list[int]:
 
 _FORMAT = b"kvtier/learnt/1\n"
 _CHECKSUM_BYTES = 16
-_MOST_NAMES, _LONGEST_NAME = 8, 120
+_MOST_NAMES, _NAME_LETTERS = 8, 120
 """Most engines and places. They fill at most half a page."""
 _SLOWEST_TOKEN_S, _SLOWEST_CHUNK_S = 60.0, 600.0
 
@@ -103,12 +103,12 @@ def write_learnt(folder: Path, learnt: Learnt) -> None:
 
 def _bounded(found: Learnt) -> Learnt:
     engines = {
-        name[:_LONGEST_NAME]: each
+        name[:_NAME_LETTERS]: each
         for name, each in found.engines.items()
         if 0 < each[0] < _SLOWEST_TOKEN_S and 0 <= each[1] < _SLOWEST_TOKEN_S
     }
     paces = {
-        name[:_LONGEST_NAME]: each
+        name[:_NAME_LETTERS]: each
         for name, each in found.paces.items()
         if 0 < each < _SLOWEST_CHUNK_S
     }

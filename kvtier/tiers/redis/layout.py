@@ -35,11 +35,11 @@ bytes stay within jemalloc's size class; the next is a quarter larger."""
 _MAGIC = b"kvtier/R"
 _HEAD = struct.Struct(f"<8sHHIQ{KEY_BYTES}s")
 _CHECK = struct.Struct("<Q")
-_OWNER_AT = _HEAD.size + CHECKSUM_BYTES
-_CHECK_AT = _OWNER_AT + OWNER_BYTES
-HEADER_BYTES = _CHECK_AT + _CHECK.size
-_VALUE_OVERHEAD = 12
-_KEY_OVERHEAD = 256
+_OWNER_AT_BYTES = _HEAD.size + CHECKSUM_BYTES
+_CHECK_AT_BYTES = _OWNER_AT_BYTES + OWNER_BYTES
+HEADER_BYTES = _CHECK_AT_BYTES + _CHECK.size
+_VALUE_OVERHEAD_BYTES = 12
+_KEY_OVERHEAD_BYTES = 256
 """Name (up to 150 bytes), dictionary entry and object of a key. Measured: about 230 bytes."""
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]+")
 _NAMESPACE_BYTES = 32
@@ -109,7 +109,7 @@ class Form:
     def checksum(self, header: bytes, key: ChunkKey, length: int) -> bytes | None:
         """Checksum of key and payload. None for a header that is damaged or another chunk's."""
         whole = header.startswith(self._head(key, length)) and _is_whole(header)
-        return header[_HEAD.size : _OWNER_AT] if whole else None
+        return header[_HEAD.size : _OWNER_AT_BYTES] if whole else None
 
     def owner(self, header: object, key: ChunkKey) -> int:
         """The chunk's owner. 0 where the header is missing, damaged or another chunk's."""
@@ -119,7 +119,7 @@ class Form:
             or not _is_whole(header)
         ):
             return UNOWNED
-        return int.from_bytes(header[_OWNER_AT:_CHECK_AT], "little")
+        return int.from_bytes(header[_OWNER_AT_BYTES:_CHECK_AT_BYTES], "little")
 
     def _head(self, key: ChunkKey, length: int) -> bytes:
         return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, self.part_bytes, length, key)
@@ -147,7 +147,8 @@ class Form:
             min(self.part_bytes, length - start) for start in range(0, length, self.part_bytes)
         ]
         return sum(
-            _allocated(size + _VALUE_OVERHEAD) + _KEY_OVERHEAD for size in [HEADER_BYTES, *parts]
+            _allocated(size + _VALUE_OVERHEAD_BYTES) + _KEY_OVERHEAD_BYTES
+            for size in [HEADER_BYTES, *parts]
         )
 
 
@@ -162,8 +163,8 @@ def names_told(stem: bytes, header: object) -> list[bytes]:
 
 
 def _is_whole(header: bytes) -> bool:
-    return len(header) == HEADER_BYTES and header[_CHECK_AT:] == _CHECK.pack(
-        xxh3_64_intdigest(header[:_CHECK_AT])
+    return len(header) == HEADER_BYTES and header[_CHECK_AT_BYTES:] == _CHECK.pack(
+        xxh3_64_intdigest(header[:_CHECK_AT_BYTES])
     )
 
 

@@ -61,10 +61,10 @@ class RedisSection(TierSection):
 
 
 _MIB = 1 << 20
-_BLOCK = 4 * _MIB
-_KEEP_FREE = 8
+_BLOCK_BYTES = 4 * _MIB
+_FREE_PARTS = 8
 """The trial's value takes at most 1/8 of the free room."""
-_SHARE = 0.9
+_FREE_SHARE = 0.9
 """Part of the free memory. The rest is for Redis's overhead and fragmentation."""
 
 
@@ -135,9 +135,12 @@ def _speed(redis: Redis, seconds: float) -> Fact[float]:
     from kvtier.tiers.redis.servers import RedisServers
 
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
-    if room < _KEEP_FREE * _BLOCK:
+    if room < _FREE_PARTS * _BLOCK_BYTES:
         return unknown("Redis is too full to try")
-    name, value = f"kvtier:probe:{os.getpid()}".encode(), memoryview(bytearray(os.urandom(_BLOCK)))
+    name, value = (
+        f"kvtier:probe:{os.getpid()}".encode(),
+        memoryview(bytearray(os.urandom(_BLOCK_BYTES))),
+    )
     servers = RedisServers(
         redis.url,
         credential_provider=redis.credential_provider,
@@ -150,7 +153,7 @@ def _speed(redis: Redis, seconds: float) -> Fact[float]:
             refusal = wire.put([(name, value)], 60_000)
         if refusal is not None:
             raise refusal
-        return _BLOCK
+        return _BLOCK_BYTES
 
     def get(_: int) -> int:
         with servers.wire(name) as wire:
@@ -183,7 +186,7 @@ def plan(redis: Redis | None, draft: Draft) -> None:
     used = draft.take(
         "redis_used_bytes", redis.used, redis.maxmemory.value // 2, "assumed half full"
     )
-    size = int(max(0, redis.maxmemory.value - used) * _SHARE) // draft.stores
+    size = int(max(0, redis.maxmemory.value - used) * _FREE_SHARE) // draft.stores
     size -= size % _MIB
     if short := draft.too_small(size):
         return draft.leave_out(

@@ -23,9 +23,9 @@ from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.wire import INFO, Reply, Wire
 
 _LOG = logging.getLogger(__name__)
-_SHARE_OF_MAXMEMORY = 0.9
+_MAXMEMORY_SHARE = 0.9
 _PROBE_MS = 1000
-_SCAN_COUNT = 1000
+_SCAN_NAMES = 1000
 _FACTS_S = 5.0
 SCAN_S = 5.0
 _SEARCH_S = 10.0
@@ -139,7 +139,7 @@ def share_of(label: str, bytes_: int | None, facts: Sequence[NodeFacts]) -> int:
             f"Redis tier {label}: redis_bytes is not given and the server sets no maxmemory; give "
             "redis_bytes"
         )
-    return int(_SHARE_OF_MAXMEMORY * limit)
+    return int(_MAXMEMORY_SHARE * limit)
 
 
 def limit_of(facts: Iterable[NodeFacts]) -> int | None:
@@ -199,7 +199,7 @@ def search(
 ) -> bool:
     """Add one node's chunks that ``owner`` may drop to ``found``. False: some may be left."""
     until, whole = clock() + _SEARCH_S, True
-    for names in wire.scan(form.pattern, _SCAN_COUNT):
+    for names in wire.scan(form.pattern, _SCAN_NAMES):
         if clock() > until:
             return False
         keys = [

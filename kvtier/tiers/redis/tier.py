@@ -33,7 +33,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import UNOWNED
-from kvtier.tiers.away.tier import ASKED_AT_ONCE, AwayTier
+from kvtier.tiers.away.tier import ASKED_CHUNKS, AwayTier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
@@ -184,7 +184,7 @@ class RedisTier(AwayTier):
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
         headers = [
-            header for run in pieces(keys, ASKED_AT_ONCE) for header in self._of_headers("GET", run)
+            header for run in pieces(keys, ASKED_CHUNKS) for header in self._of_headers("GET", run)
         ]
         return [self._form.owner(header, key) for header, key in zip(headers, keys, strict=True)]
 

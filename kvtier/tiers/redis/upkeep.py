@@ -34,14 +34,14 @@ _MEMBER = re.compile(rb"\b[0-9a-f]{16}(:[0-9]{1,10})\b")
 """Member of a sign: a process, and its chunk's bytes, which older versions leave out."""
 _MEMBERS = 64
 _SIGNED = Bounds(8192, _MEMBERS, 1)
-_SCAN_COUNT = 1000
+_SCAN_NAMES = 1000
 _SAMPLE_NAMES = 500
 _MOST_SAMPLES = 10
-_MOST_SCANNED = 2_000_000
+_SCANNED_NAMES = 2_000_000
 _MOST_FINGERPRINTS = 1000
-_MOST_TOLD = 3
+_TOLD_FINGERPRINTS = 3
 _ORPHAN_S = 60
-_AT_ONCE = 512
+_UNLINK_CHUNKS = 512
 _CLOSE_S = 1.0
 _BASE = rb":[0-9]{1,3}:[0-9a-f]{2,64}:"
 
@@ -71,11 +71,11 @@ class Census:
         """Count one node's chunks, and delete our parts that have had no header for a minute: their
         writer died. False when there was no time for all."""
         until, seen = clock() + within_s, 0
-        for names in wire.scan(self._form.everyones, _SCAN_COUNT):
+        for names in wire.scan(self._form.everyones, _SCAN_NAMES):
             for name, idle in zip(names, _idle(wire, names), strict=True):
                 self._add(name, idle)
             seen += len(names)
-            if clock() > until or seen > _MOST_SCANNED:
+            if clock() > until or seen > _SCANNED_NAMES:
                 self.whole = False
                 break
         if self.whole:
@@ -103,15 +103,15 @@ class Census:
 
     def _take_orphans(self, wire: Wire) -> None:
         orphans, self._headless = list(self._headless - self.stamps.keys()), set()
-        for start in range(0, len(orphans), _AT_ONCE):
+        for start in range(0, len(orphans), _UNLINK_CHUNKS):
             wire.renew()
-            keys = orphans[start : start + _AT_ONCE]
+            keys = orphans[start : start + _UNLINK_CHUNKS]
             wire.ask(("UNLINK", *self._form.names(key, self._chunk_bytes)) for key in keys)
 
     def words(self) -> str:
         """Log text on chunks of other fingerprints. Empty: there are none."""
         held = {base: one for base, one in self.others.items() if one.chunks}
-        most = sorted(held, key=lambda base: -held[base].chunks)[:_MOST_TOLD]
+        most = sorted(held, key=lambda base: -held[base].chunks)[:_TOLD_FINGERPRINTS]
         told = ", ".join(
             f"{base.decode()} {held[base].chunks:,}, last used {_ago(held[base].idle_s)} ago"
             for base in most

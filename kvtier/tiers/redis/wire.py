@@ -27,11 +27,11 @@ from kvtier.tiers.redis.errors import (
     login_error,
 )
 
-IN_FLIGHT = 2
+IN_FLIGHT_PARTS = 2
 """Parts under way at once: one travels while Redis works on the other."""
 
 _LINE_BYTES = 512
-_AT_ONCE = 1 << 16
+_TURN_BYTES = 1 << 16
 _LEAST_S = 0.001
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _CODE = re.compile(rb"[A-Z]{2,20}")
@@ -102,7 +102,7 @@ class Wire:
     def put(
         self, items: Iterable[tuple[bytes, memoryview]], ttl_ms: int | None
     ) -> RefusedError | None:
-        """SET every name to its bytes, :data:`IN_FLIGHT` at a time, drawing from ``items``
+        """SET every name to its bytes, :data:`IN_FLIGHT_PARTS` at a time, drawing from ``items``
         meanwhile. Returns the server's first refusal, after which nothing is sent."""
         self._socket.settimeout(self._left())
         refusal: RefusedError | None = None
@@ -117,7 +117,7 @@ class Wire:
             start = b"%s$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (head, len(name), name, data.nbytes)
             self._send((start, data, tail))
             waiting += 1
-            if waiting == IN_FLIGHT:
+            if waiting == IN_FLIGHT_PARTS:
                 refusal, waiting = self._acknowledged(), waiting - 1
                 self._left()
             if refusal is not None:
@@ -127,7 +127,7 @@ class Wire:
         return refusal
 
     def get(self, names: Sequence[bytes], into: Sequence[memoryview]) -> Generator[memoryview]:
-        """GET every name straight into its memory, :data:`IN_FLIGHT` at a time. Yields each full
+        """GET every name straight into its memory, :data:`IN_FLIGHT_PARTS` at a time. Yields each
         memory.
 
         Ends early at the first missing name. What follows in ``into`` is undefined then. Raises
@@ -135,7 +135,7 @@ class Wire:
         """
         self._socket.settimeout(self._left())
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names]
-        sent = min(IN_FLIGHT, len(commands))
+        sent = min(IN_FLIGHT_PARTS, len(commands))
         clean = False
         try:
             self._socket.sendall(b"".join(commands[:sent]))
@@ -188,7 +188,7 @@ class Wire:
 
     def some(self) -> bytes:
         self._socket.settimeout(self._left())
-        if not (received := self._socket.recv(_AT_ONCE)):
+        if not (received := self._socket.recv(_TURN_BYTES)):
             raise ConnectionResetError("Redis closed the connection")
         return received
 

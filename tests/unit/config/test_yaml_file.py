@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.config.load import load
-from kvtier.config.yaml_file import MOST_BYTES, MOST_DEPTH, MOST_NODES, read_yaml
+from kvtier.config.yaml_file import MOST_BYTES, MOST_LEVELS, MOST_NODES, read_yaml
 from kvtier.core.errors import ConfigError
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -61,14 +61,14 @@ def test_a_key_of_a_merged_mapping_may_be_given_anew(file):
 )
 def test_levels_are_bounded_before_the_rest_is_read(file, text):
     """Without the bound such a file takes PyYAML hours."""
-    assert f"line 1: more than {MOST_DEPTH} levels" in refusal(file, text)
+    assert f"line 1: more than {MOST_LEVELS} levels" in refusal(file, text)
 
 
 def test_levels_up_to_the_bound_are_read(file):
-    deep = MOST_DEPTH - 2
+    deep = MOST_LEVELS - 2
     file.write_text("a: " + "[" * deep + "1" + "]" * deep)
     assert "a" in read_yaml(file)
-    assert f"more than {MOST_DEPTH} levels" in refusal(
+    assert f"more than {MOST_LEVELS} levels" in refusal(
         file, "a: " + "[" * (deep + 1) + "1" + "]" * (deep + 1)
     )
 

@@ -11,7 +11,7 @@ from kvtier.bench.traces.simulate import OVER, Cache, simulate
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
-from kvtier.core.steps import AT_ONCE, whole
+from kvtier.core.steps import PIECE_CHUNKS, whole
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, Segments, Setting
@@ -122,8 +122,8 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypat
 
     monkeypatch.setattr("kvtier.store.store.time.sleep", look)
     drive(store, spare, LAYOUT.keys([1, 2]))
-    drive(store, spare, LAYOUT.keys(list(range(50 * AT_ONCE))))
-    assert set(pauses) == {0} and adaptive.places[0][1].asked == 2 + 50 * AT_ONCE
+    drive(store, spare, LAYOUT.keys(list(range(50 * PIECE_CHUNKS))))
+    assert set(pauses) == {0} and adaptive.places[0][1].asked == 2 + 50 * PIECE_CHUNKS
     assert len(pauses) > 50 * len(adaptive.places[0][1].settings), "a long prompt in pieces"
 
 

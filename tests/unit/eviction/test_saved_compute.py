@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from kvtier.eviction.saved_compute import DEFAULT_S0, SavedCompute, balance, weight
+from kvtier.eviction.saved_compute import DEFAULT_S0_TOKENS, SavedCompute, balance, weight
 
 
 def test_the_default_is_that_of_an_8b_model():
-    assert balance(8_000_000_000, 2 * 32 * 32 * 128) == pytest.approx(DEFAULT_S0, rel=0.01)
+    assert balance(8_000_000_000, 2 * 32 * 32 * 128) == pytest.approx(DEFAULT_S0_TOKENS, rel=0.01)
     assert balance(8_000_000_000, 0) == math.inf
-    assert weight(DEFAULT_S0) == 2 == 2 * weight(0)
+    assert weight(DEFAULT_S0_TOKENS) == 2 == 2 * weight(0)
 
 
 @pytest.mark.parametrize(("first", "chunks"), [(0, 0), (0, 1), (0, 400), (37, 63)])

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.pool import Pool
-from kvtier.core.steps import AT_ONCE
+from kvtier.core.steps import PIECE_CHUNKS
 from kvtier.eviction.what_if import SCALES, Curve
 from kvtier.store.directory import Directory
 from kvtier.store.store import Store
@@ -60,7 +60,7 @@ def lru_hits(room, runs):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("spare", [0, 1 << 20])
 def test_it_is_equal_to_separate_lrus_to_the_chunk(room, seed, spare, monkeypatch):
-    monkeypatch.setattr("kvtier.eviction.what_if._SPARE", spare)
+    monkeypatch.setattr("kvtier.eviction.what_if._SPARE_PLACES", spare)
     runs = prompts(400, seed)
     curve = Curve(room)
     for session, run in enumerate(runs):
@@ -83,7 +83,7 @@ def plain_lru_hits(room, runs):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_hit_ends_at_a_hole_where_chunks_do_not_follow_each_other(seed, monkeypatch):
-    monkeypatch.setattr("kvtier.eviction.what_if._SPARE", 0)
+    monkeypatch.setattr("kvtier.eviction.what_if._SPARE_PLACES", 0)
     draw = random.Random(seed)
     keys = [ChunkKey(draw.randbytes(40)) for _ in range(60)]
     runs = [draw.sample(keys, draw.randint(1, 6)) for _ in range(300)]
@@ -154,6 +154,6 @@ def test_a_long_prompt_is_followed_in_pieces_with_the_same_result():
     curve = Curve(100)
     for number, run in enumerate([*runs, *runs]):
         steps = sum(1 for _ in curve.seeing(run, number))
-        assert steps > len(run) // AT_ONCE
+        assert steps > len(run) // PIECE_CHUNKS
     found = [round(point.ratio * 2 * sum(map(len, runs))) for point in curve.points()]
     assert found == [plain_lru_hits(int(100 * scale), [*runs, *runs]) for scale in SCALES]

@@ -5,7 +5,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
-from kvtier.core.steps import AT_ONCE
+from kvtier.core.steps import PIECE_CHUNKS
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.order import LRU
@@ -13,10 +13,10 @@ from kvtier.store.directory import Directory
 from kvtier.store.observers.follower import Follower
 from tests.clock import Clock
 
-MOST = 16 * AT_ONCE
+MOST = 16 * PIECE_CHUNKS
 """Hashes in one piece: that of 128 chunks, each looked up, moved and stored, where others make room
 and are remembered."""
-LONG = 40 * AT_ONCE
+LONG = 40 * PIECE_CHUNKS
 
 
 class Key(bytes):

@@ -111,7 +111,7 @@ def test_a_long_frame_is_refused_before_anything_is_allocated():
     with pytest.raises(WireError, match="expected at most 1024"):
         list(
             feed(
-                Inbox[wire.Message](wire.Hello, wire.MAX_GREETING),
+                Inbox[wire.Message](wire.Hello, wire.MAX_GREETING_BYTES),
                 frame(wire.LookupCall(1, KEY * 100)),
             )
         )

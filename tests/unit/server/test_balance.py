@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.server.shares import _LEAST_PART, _TURN_PART, Side, divide, shift
+from kvtier.server.shares import _LEAST_PARTS, _TURN_PARTS, Side, divide, shift
 
 PLACE = 1000 * 80
 
@@ -108,7 +108,7 @@ def test_whatever_comes_no_byte_is_made_none_is_lost_and_everybody_keeps_the_lea
     place = sum(side.room for side in sides.values())
     after = shift(place, sides)
     assert sum(after.values()) == place and min(after.values()) >= 0
-    most = place // _TURN_PART + max(side.unit for side in sides.values())
+    most = place // _TURN_PARTS + max(side.unit for side in sides.values())
     assert sum(max(0, after[size] - side.room) for size, side in sides.items()) <= most
     for size, side in sides.items():
         if after[size] < side.room:
@@ -154,4 +154,4 @@ def test_seven_idle_sizes_leave_nine_tenths_to_the_busy_one():
         sides[0] = full(rooms[0], 1, 50_000)
         rooms = shift(PLACE, sides)
     assert rooms[0] >= 0.9 * PLACE
-    assert all(rooms[size] == PLACE // _LEAST_PART for size in range(1, 8))
+    assert all(rooms[size] == PLACE // _LEAST_PARTS for size in range(1, 8))

@@ -142,7 +142,7 @@ def test_a_chunk_that_nobody_owns_is_told_too(bench):
 
 
 def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(bench, monkeypatch):
-    monkeypatch.setattr(changes, "_MOST_WAITING", 3)
+    monkeypatch.setattr(changes, "_WAITING_CHANGES", 3)
     slow, quick, keys = bench.session(), bench.session(), LAYOUT.keys([1, 2, 3, 4])
     save(slow, keys)
     assert hear(quick) == []
@@ -154,7 +154,7 @@ def test_a_session_that_asks_too_seldom_loses_its_changes_and_is_told(bench, mon
 
 
 def test_many_changes_come_in_several_answers(bench, monkeypatch):
-    monkeypatch.setattr("kvtier.server.session._MOST_TOLD", 2)
+    monkeypatch.setattr("kvtier.server.session._TOLD_CHANGES", 2)
     session, keys = bench.session(), LAYOUT.keys([1, 2, 3])
     save(session, keys)
     answer = session.answer(wire.Hear())

@@ -43,11 +43,11 @@ def test_who_was_dropped_from_the_sample_is_as_old_as_the_youngest_of_these():
     ages = Ages(100)
     for turn, part in enumerate((KEYS[:1000], KEYS[1000:2000], KEYS[2000:3000]), start=1):
         ages.begin(turn)
-        ages_module._MOST, before = 1500, ages_module._MOST
+        ages_module._USED_CHUNKS, before = 1500, ages_module._USED_CHUNKS
         ages.used(part)
         if turn == 2:
             ages.used(KEYS[999:1000])
-        ages_module._MOST = before
+        ages_module._USED_CHUNKS = before
     assert KEYS[999] in ages._used and KEYS[1000] not in ages._used, "who was used last stays"
     assert len(ages._used) == 1500
     assert (ages.coldest(KEYS[:1]), ages.coldest(KEYS[1999:2000]), ages.coldest(KEYS[2999:])) == (

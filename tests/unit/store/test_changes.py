@@ -26,7 +26,7 @@ def test_changes_come_in_order_and_once():
 
 
 def test_more_than_may_wait_are_lost_and_that_is_told_once(monkeypatch):
-    monkeypatch.setattr("kvtier.store.observers.changes._MOST_WAITING", 2)
+    monkeypatch.setattr("kvtier.store.observers.changes._WAITING_CHANGES", 2)
     changes = watching()
     for key in KEYS[:3]:
         changes.came(RAM_PLACE, key)

@@ -18,7 +18,6 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.pool import Pool
 from kvtier.eviction.hints import Hint
-from kvtier.store import observers
 from kvtier.store.directory import Directory
 from kvtier.store.entry import READY, Entry
 from kvtier.store.lower.lower_tier import Core, LowerTier, TierSpec
@@ -119,11 +118,11 @@ MODULES = "kvtier.store.observers"
 
 
 BOUNDS = (
-    "ages._MOST",
-    "changes._MOST_WAITING",
-    "follower._MOST_WAITING",
-    "record.recorder._MOST_WAITING",
-    "record.recorder._MOST_OPEN",
+    "ages._USED_CHUNKS",
+    "changes._WAITING_CHANGES",
+    "follower._WAITING_NOTES",
+    "record.recorder._WAITING_NOTES",
+    "record.recorder._OPEN_PROMPTS",
 )
 """Those that no argument gives."""
 
@@ -168,7 +167,7 @@ def test_whatever_an_observer_is_told_it_keeps_a_bounded_number_of_things(kind, 
 
 def test_every_observer_of_kvtier_is_among_those_whose_bound_is_tried():
     found = set[type]()
-    for module in pkgutil.walk_packages(observers.__path__, f"{observers.__name__}."):
+    for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
         classes = vars(import_module(module.name)).values()
         found |= {one for one in classes if inspect.isclass(one) and issubclass(one, Observer)}
     assert found - {Observer} == set(MADE)

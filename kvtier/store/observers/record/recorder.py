@@ -25,13 +25,13 @@ from kvtier.store.observer import Observer
 
 SALT_BYTES = 32
 _ID_BYTES = 8
-_MOST_WAITING = 4096
+_WAITING_NOTES = 4096
 _MOST_KEYS = 1 << 18
 """Keys that wait: 24 MiB together."""
-_MOST_OPEN, _LONGEST_OPEN_S = 1024, 600.0
+_OPEN_PROMPTS, _LONGEST_OPEN_S = 1024, 600.0
 """Prompts whose requests have not ended. Their lines are written when that is known, and without it
 when they are too many or too old."""
-_AT_ONCE = 1 << 18
+_TURN_BYTES = 1 << 18
 """Bytes of the lines that are made at once."""
 
 
@@ -74,7 +74,7 @@ class Recorder(Observer):
                 left = self._open.pop(asker.request, None)
                 if asker.request:
                     self._open[asker.request] = item
-                    if len(self._open) > _MOST_OPEN:
+                    if len(self._open) > _OPEN_PROMPTS:
                         _, left = self._open.popitem(last=False)
             for each in (left, None if asker.request else item):
                 if each is not None:
@@ -107,7 +107,7 @@ class Recorder(Observer):
 
     def _has_room(self, run: Sequence[ChunkKey]) -> bool:
         keys = self._noted_keys - self._taken_keys
-        if len(self._waiting) >= _MOST_WAITING or keys >= _MOST_KEYS:
+        if len(self._waiting) >= _WAITING_NOTES or keys >= _MOST_KEYS:
             self.counts["unrecorded"] += 1
             return False
         self._noted_keys += len(run)
@@ -121,7 +121,7 @@ class Recorder(Observer):
         """The next lines. Their writer calls :meth:`ended`."""
         self.release(_LONGEST_OPEN_S)
         lines, size = list[bytes](), 0
-        while self._waiting and size < _AT_ONCE:
+        while self._waiting and size < _TURN_BYTES:
             item = self._waiting.popleft()
             self._taken_keys += len(item.run)
             lines.append(msgspec.json.encode(self._document(item)) + b"\n")

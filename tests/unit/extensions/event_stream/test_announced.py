@@ -180,7 +180,7 @@ def test_after_a_loss_everything_is_withdrawn_and_announced_anew(bench, monkeypa
     save(session, KEYS[:1])
     tell(session)
     bench.heard()
-    monkeypatch.setattr(changes, "_MOST_WAITING", 0)
+    monkeypatch.setattr(changes, "_WAITING_CHANGES", 0)
     bench.store.invalidate(KEYS[:1])
     monkeypatch.undo()
     save(session, KEYS[:1])

@@ -76,7 +76,7 @@ def test_events_of_one_turn_are_one_message_and_the_first_says_that_nothing_hold
 
 
 def test_what_is_kept_for_who_comes_late_is_bounded(at, monkeypatch):
-    monkeypatch.setattr(publishing, "_KEPT", 5)
+    monkeypatch.setattr(publishing, "_KEPT_MESSAGES", 5)
     monkeypatch.setattr(publishing, "_KEPT_BYTES", 1000)
     monkeypatch.setattr(publishing, "_MESSAGE_BYTES", 1)
 

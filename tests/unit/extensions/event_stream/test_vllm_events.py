@@ -152,7 +152,7 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(monkeypatch):
     bench, request = Bench(), Asked(1, 1)
     bench.save(request)
     assert len(bench.heard()) == 1
-    monkeypatch.setattr("kvtier.store.observers.changes._MOST_WAITING", 0)
+    monkeypatch.setattr("kvtier.store.observers.changes._WAITING_CHANGES", 0)
     bench.lane.run()
     assert bench.heard() == [("BlockRemoved", "CPU", None, 0)]
     bench.announcer.asked(Prompt(request, None), request.keys)
