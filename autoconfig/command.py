@@ -190,7 +190,7 @@ def _recorded(path: str | None, form: str | None) -> SizingTrace | None:
 
 
 def _sizing() -> Any:
-    return import_module("kvtier.bench.traces.sizing")
+    return import_module("kvtier.bench.traces.curve")
 
 
 def _given(value: int | None, option: str) -> Fact[int]:

@@ -97,7 +97,7 @@ class CountedRequests(Protocol):
 
 
 class SizingTrace(Protocol):
-    """Requests that a plan sizes tiers for: :class:`kvtier.bench.traces.sizing.Recorded`."""
+    """Requests that a plan sizes tiers for: :class:`kvtier.bench.traces.curve.Recorded`."""
 
     @property
     def name(self) -> str: ...

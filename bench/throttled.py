@@ -40,8 +40,8 @@ from typing import Any, NamedTuple
 
 from kvtier.bench.flags import described
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
+from kvtier.bench.processes.companion import redis_server
 from kvtier.bench.processes.lines import REST_S, LineProcess, tell
-from kvtier.bench.processes.redis_server import redis_server
 from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT

@@ -22,15 +22,18 @@ from kvtier.bench import figure
 from kvtier.bench.command import run_command, terminable
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender
 from kvtier.bench.compare.result import HOW, Run, about, rows
-from kvtier.bench.compare.rounds import MODEL, first_cause, measured, work_of
-from kvtier.bench.compare.serving import (
+from kvtier.bench.compare.rounds import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     DTYPE,
+    MODEL,
+    first_cause,
     locked,
+    measured,
     serving,
     sizes_of,
     token_bytes_of,
+    work_of,
 )
 from kvtier.bench.flags import names_in, positive
 from kvtier.bench.model import make_model

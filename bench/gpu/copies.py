@@ -5,17 +5,50 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from kvtier.bench.gpu.events import device_work
 from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure
 from kvtier.bench.report import Row, print_rows, spread
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.blocks import nothing
 from kvtier.testing import ManualLane
+
+
+class DeviceWork(NamedTuple):
+    kernels: int | None
+    copies: int | None
+
+
+def device_work(work: Callable[[], object], device: torch.device) -> DeviceWork:
+    """Kernels and copies that the device ran for ``work``, which waits for them. A CPU has none."""
+    if device.type != "cuda":
+        work()
+        return DeviceWork(0, 0)
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        work()
+        torch.cuda.synchronize(device)
+    return count(
+        [event.name for event in seen.events() or () if event.device_type == DeviceType.CUDA]
+    )
+
+
+def count(names: list[str]) -> DeviceWork:
+    """From the names that CUPTI gives. Those of copies begin like ``Memcpy HtoD (...)``."""
+    if not names:
+        return DeviceWork(None, None)
+    copies = sum(name.startswith("Memcpy") for name in names)
+    others = sum(
+        name.startswith(("Memset", "Stream Wait", "Event", "Context Sync")) for name in names
+    )
+    return DeviceWork(len(names) - copies - others, copies)
+
 
 SHAPES = {"7B": (28, 2048), "8B": (32, 4096), "671B": (61, 1152), "70B on 4 ranks": (80, 1024)}
 """Layers, and bf16 bytes of one token in one layer of one rank: 4 and 8 KV heads of 128 (keys and

@@ -24,7 +24,7 @@ from contextlib import closing
 import redis
 
 from kvtier.bench.flags import described
-from kvtier.bench.processes.redis_server import RUN_BYTES, redis_benchmark, redis_server
+from kvtier.bench.processes.companion import RUN_BYTES, redis_benchmark, redis_server
 from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool

@@ -39,11 +39,10 @@ from kvtier.bench.flags import (
     shape_of,
     words,
 )
-from kvtier.bench.multi_turn.arms import ARMS, RUNNING, Arm, Sizes
+from kvtier.bench.multi_turn.arms import ARMS, RUNNING, Arm, Conversations, Sizes
 from kvtier.bench.multi_turn.fleet import Fleet, fleet, require_router
 from kvtier.bench.multi_turn.report import NAME, Run, differing_turns, draw, print_table, write
 from kvtier.bench.multi_turn.talk import Pause, Talk
-from kvtier.bench.multi_turn.work import Conversations
 from kvtier.bench.processes.engine import engine_facts, geometry, require_model, served_name
 from kvtier.bench.requests import client
 from kvtier.bench.requests.prompts import Ask, as_prompt

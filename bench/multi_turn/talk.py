@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench.multi_turn.work import Conversations
+from kvtier.bench.multi_turn.arms import Conversations
 from kvtier.bench.requests.client import Client, Outcome
 from kvtier.bench.requests.prompts import Ask, as_prompt
 

@@ -25,8 +25,7 @@ from pathlib import Path
 
 from kvtier.bench.command import run_command, wrote
 from kvtier.bench.flags import positive
-from kvtier.bench.queue.first_come import first_come
-from kvtier.bench.queue.report import NAME, Felt, print_table, rows_of
+from kvtier.bench.queue.report import NAME, Felt, first_come, print_table, rows_of
 from kvtier.bench.queue.traffic import KINDS, traffic
 from kvtier.bench.report import write_results
 from kvtier.bench.traces.commands.simulate import (

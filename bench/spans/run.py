@@ -36,7 +36,6 @@ from kvtier.bench.processes.engine import cpu_env, engine, geometry, served_name
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Client, Outcome
-from kvtier.bench.spans.agreement import Answers, answers
 from kvtier.bench.spans.arms import (
     DEFAULT,
     FULL,
@@ -48,7 +47,7 @@ from kvtier.bench.spans.arms import (
     server_env,
 )
 from kvtier.bench.spans.one_server import ask_running, ask_toy
-from kvtier.bench.spans.report import NAME, Results, Run, screen, write
+from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, screen, write
 from kvtier.bench.spans.work import Retrieval
 from kvtier.core.errors import ConfigError
 from kvtier.spans import Order

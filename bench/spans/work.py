@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from kvtier.bench.flags import flag, shape_of
 from kvtier.bench.requests.prompts import Ask
-from kvtier.bench.spans.agreement import LIKELIEST
 from kvtier.core.errors import StateError
 from kvtier.spans import Order, compose, homes
 
 FIELD, FIRST = "kvtier.spans", "kvtier.span_first"
 """Parameters of a request about its documents (kvtier/extensions/spans/README.md)."""
+_LIKELIEST_TOKENS = 20
+"""Tokens whose log-probabilities are asked for: as many as vLLM gives unless told otherwise."""
 _WARM_UP_PROMPTS = 2
 
 
@@ -44,7 +45,7 @@ def as_ask(
     tokens of each are computed in place."""
     made = compose(_no_text, *question, order)
     params = {} if first is None else {FIELD: made.ranges, FIRST: first}
-    return Ask(index, number, made.tokens, output_len, params=params, logprobs=LIKELIEST)
+    return Ask(index, number, made.tokens, output_len, params=params, logprobs=_LIKELIEST_TOKENS)
 
 
 def draw_documents(draw: random.Random, pool: int, found: int, zipf: float) -> list[int]:

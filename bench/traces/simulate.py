@@ -2,11 +2,13 @@
 and spill rules, and without bytes.
 
 Every write ends at once, and so does every read. So it counts what is held, not what arrives in
-time. A test sends the same requests to a real Store and compares.
+time. A test sends the same requests to a real Store and compares. :func:`belady` is the optimum,
+which knows the future (*A study of replacement algorithms*, IBM Systems Journal 5(2), 1966).
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -292,3 +294,42 @@ def oracle(trace: Sequence[Request], cover: float = 1.0, wrong: float = 0.0) -> 
     return [
         request._replace(hint=OVER if at in said else NO_HINT) for at, request in enumerate(trace)
     ]
+
+
+_NEVER = 1 << 60
+
+
+def belady(trace: Sequence[Request], slots: int, saves: SavedCompute = TYPICAL) -> Result:
+    """Hits with room for ``slots`` chunks, all in RAM, and what they spare. Chunks that will never
+    be used again are not taken. It is the optimum of hits, and not of what they spare."""
+    after = _next_uses(trace)
+    held: dict[ChunkKey, int] = {}
+    leaving: list[tuple[int, int, ChunkKey]] = []
+    hits, saved = 0, 0.0
+    for at, request in enumerate(trace):
+        run = request.run
+        found = next((place for place, key in enumerate(run) if key not in held), len(run))
+        hits, saved = hits + found, saved + saves.of(found)
+        for place, key in enumerate(run):
+            use = after[at][place]
+            held.pop(key, None)
+            if use < _NEVER:
+                held[key] = use
+                heapq.heappush(leaving, (-use, -place, key))
+        while len(held) > slots:
+            use, _, key = heapq.heappop(leaving)
+            if held.get(key) == -use:
+                del held[key]
+    asked = sum(len(request.run) for request in trace)
+    compute = sum(saves.of(len(request.run)) for request in trace)
+    return Result(len(trace), asked, hits, 0, 0, 0, 0, 0, {}, compute=compute, saved=saved)
+
+
+def _next_uses(trace: Sequence[Request]) -> list[list[int]]:
+    """For each chunk of each request, the number of the next request that contains it."""
+    seen: dict[ChunkKey, int] = {}
+    uses: list[list[int]] = []
+    for at in range(len(trace) - 1, -1, -1):
+        uses.append([seen.get(key, _NEVER) for key in trace[at].run])
+        seen.update(dict.fromkeys(trace[at].run, at))
+    return uses[::-1]

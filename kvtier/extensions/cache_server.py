@@ -46,7 +46,7 @@ KEYS = (
 _POLL_S = 0.005
 _ASKING_S = 0.05
 """Longest wait of a lookup for which the server itself asks Redis."""
-_PARTS_OF_RAM = 8
+_RAM_PARTS = 8
 _MOST_GAPS = 8
 """Missing chunks in a run by TCP, behind which nothing is looked for: each is a round trip."""
 
@@ -128,7 +128,7 @@ class Attached:
         hottest. A part is an eighth of RAM: its slots can be evicted when the next one needs them.
         """
         pool = self._client.pool
-        most = max(1, pool.slots // _PARTS_OF_RAM) if pool is not None else len(keys)
+        most = max(1, pool.slots // _RAM_PARTS) if pool is not None else len(keys)
         places = {key: place for place, key in enumerate(keys)}
         held = set[ChunkKey]()
         for end in range(len(keys), 0, -most):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.bench.gpu.events import device_work
+from kvtier.bench.gpu.copies import device_work
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.rows import TorchRows

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.autoconfig.probe.model import probe_model
-from kvtier.bench.traces.belady import belady
-from kvtier.bench.traces.commands import plot
+from kvtier.bench import figure
 from kvtier.bench.traces.formats import FORMS, Trace, read
 from kvtier.bench.traces.mooncake import Request
 from kvtier.bench.traces.simulate import (
@@ -23,6 +23,7 @@ from kvtier.bench.traces.simulate import (
     POLICIES,
     Cache,
     Result,
+    belady,
     oracle,
     simulate,
     unhinted,
@@ -31,6 +32,50 @@ from kvtier.bench.traces.simulate import (
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import parse_size, progress, table
 from kvtier.eviction.saved_compute import SavedCompute, balance
+
+_COLOURS = {"lru": figure.GREY, "auto": figure.GREEN, "belady": figure.ORANGE}
+_OTHERS = (figure.SKY, figure.BLUE, figure.RED, figure.PURPLE)
+"""Of settings by their names, in turn."""
+_LABELS = {"lru": "LRU", "belady": "optimum (Belady), in the room of all tiers"}
+_ENDINGS = (".png", ".svg", ".pdf")
+
+
+class HitPlot:
+    """Raises ConfigError for a place where no picture can be written, and ModuleNotFoundError
+    without matplotlib: both before anything is simulated."""
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix not in _ENDINGS or not path.parent.is_dir():
+            raise ConfigError(
+                f"--plot {path}: expected a file in an existing folder whose name ends in "
+                f"{', '.join(_ENDINGS)}"
+            )
+        self._path = path
+        self._figure, self._axes = figure.subplots(1, 1, height=6)
+        self._points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+
+    def add(self, policy: str, slots: int, result: Result) -> None:
+        """A point: with room for ``slots`` chunks in RAM this policy had this result."""
+        self._points[policy].append((slots, result.percent(result.hits)))
+
+    def save(self, title: str) -> None:
+        others = cycle(_OTHERS)
+        for policy, points in self._points.items():
+            slots, hits = zip(*sorted(points), strict=True)
+            colour, label = _COLOURS.get(policy) or next(others), _LABELS.get(policy, policy)
+            self._axes.plot(slots, hits, marker="o", color=colour, label=label)
+        sizes = sorted({slots for points in self._points.values() for slots, _ in points})
+        self._axes.set_xscale("log")
+        self._axes.minorticks_off()
+        self._axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        self._axes.set_ylim(bottom=0)
+        self._axes.set_xlabel("chunks in RAM")
+        self._axes.set_ylabel("hits, % of the chunks asked for (all tiers)")
+        self._axes.grid(alpha=0.3)
+        self._axes.legend(loc="lower right", frameon=False)
+        figure.title(self._figure, title, (0.06, 0.94))
+        figure.save(self._figure, [self._axes], self._path)
+
 
 _OPTIMUM, _AUTO = "belady", "auto"
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}
@@ -110,7 +155,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError for a file that is not a trace."""
-    picture = None if arguments.plot is None else plot.HitPlot(arguments.plot)
+    picture = None if arguments.plot is None else HitPlot(arguments.plot)
     found = read(arguments.file, arguments.format, arguments.keep_partial)
     trace, prefill = found.requests, prefill_of(found, arguments)
     every = _every(trace, arguments)
@@ -197,7 +242,7 @@ def _cases(
             yield Case(policy, slots, nvme, redis, simulate(trace, cache, tell))
 
 
-def _draw(picture: plot.HitPlot, cases: Sequence[Case], trace: Sequence[Request]) -> None:
+def _draw(picture: HitPlot, cases: Sequence[Case], trace: Sequence[Request]) -> None:
     below = max(case.nvme + case.redis for case in cases)
     optimum = {} if below else {case.ram: case.result for case in cases if case.policy == _OPTIMUM}
     for case in cases:

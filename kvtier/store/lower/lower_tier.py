@@ -111,13 +111,13 @@ class LowerTier:
             self._following = True
         try:
             lost, found = self.tier.lost_and_found()
-            for at in range(0, len(lost), AT_ONCE):
+            for at in range(0, len(lost), PIECE_CHUNKS):
                 with self._lock:
-                    for key in lost[at : at + AT_ONCE]:
+                    for key in lost[at : at + PIECE_CHUNKS]:
                         if key in self.chunks.order:
                             self.chunks.lost(key)
-            for at in range(0, len(found), AT_ONCE):
-                keys = found[at : at + AT_ONCE]
+            for at in range(0, len(found), PIECE_CHUNKS):
+                keys = found[at : at + PIECE_CHUNKS]
                 owners = self.owners(keys)
                 with self._lock:
                     self.found(keys, owners)

@@ -20,20 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.core.chunk import ChunkKey
+from kvtier.core.chunk import ChunkKey, coldest_first
 from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED, may
-from kvtier.tiers.base import Tier
-from kvtier.tiers.event_counts import EVENTS, EventCounts
+from kvtier.tiers.base import EVENTS, EventCounts, Tier
 from kvtier.tiers.nvme.index import slots_within, table_bytes
 from kvtier.tiers.nvme.set_disk import FROZEN_S, SetDisk
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.recovery_order import coldest_first
 
 _LOG = logging.getLogger(__name__)
 _FIRST_PACE_S = 0.001
 """Pace of disks before any is known."""
-_MOST_WAITED = 4
+_LATE_FACTOR = 4
 """Chunks by which a busy disk may fall behind before others get its chunks."""
 
 
@@ -269,7 +267,7 @@ class DiskSet(Tier):
                 return None
             known = [one.pace_s for one in self.disks if one.pace_s]
             usual_s = min(known, default=_FIRST_PACE_S)
-            late_s = _MOST_WAITED * usual_s
+            late_s = _LATE_FACTOR * usual_s
             disk = min(able, key=lambda one: one.due + late_s * (one.calls >= one.most_calls))
             self._turn = max(self._turn, disk.due)
             disk.due = self._turn + (disk.pace_s or usual_s)

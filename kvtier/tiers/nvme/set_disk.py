@@ -12,14 +12,14 @@ from threading import Condition
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
-from kvtier.tiers.breaker import FAULTS_TO_OPEN, Breaker
+from kvtier.tiers.breaker import OPENING_FAULTS, Breaker
 from kvtier.tiers.nvme.tier import NvmeTier
 
 FROZEN_S = 2.0
 """A call that lasts longer than this is one of a disk that does not answer."""
 _FIRST_CALLS, _PACE_CALLS = 16, 64
 """Calls from which on a disk's pace is known, and calls that it is the average of."""
-_MOST_OUT = 4
+_OUT_FACTOR = 4
 """Factor by which one call may differ from the average."""
 
 
@@ -116,7 +116,7 @@ class SetDisk:
         elif moved:
             self.breaker.ok()
             self._paced = min(self._paced + 1, _PACE_CALLS)
-            sample = min(seconds, _MOST_OUT * self._pace_s)
+            sample = min(seconds, _OUT_FACTOR * self._pace_s)
             before = 0.0 if self._paced == 1 else self._pace_s
             self._pace_s = before + (sample - before) / self._paced
         self._faults = faults
@@ -132,7 +132,7 @@ class SetDisk:
     def leave_alone(self, why: str) -> Sequence[ChunkKey]:
         """Returns what it held."""
         self.away = why
-        for _ in range(FAULTS_TO_OPEN):
+        for _ in range(OPENING_FAULTS):
             self.breaker.fault()
         self.freed.notify_all()
         return self.tier.held() if self.tier is not None else []

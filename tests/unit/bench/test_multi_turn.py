@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from kvtier.bench.multi_turn import run as multi_turn
-from kvtier.bench.multi_turn.arms import BASE, STICKY_SHARED
+from kvtier.bench.multi_turn.arms import BASE, STICKY_SHARED, Conversations
 from kvtier.bench.multi_turn.report import Run, rows_of
 from kvtier.bench.multi_turn.run import add_arguments
 from kvtier.bench.multi_turn.talk import Pause, Talk, Turn
-from kvtier.bench.multi_turn.work import Conversations
 from kvtier.bench.requests.client import Client
 from kvtier.core.errors import ConfigError
 from tests.stub_engine import stub_engines

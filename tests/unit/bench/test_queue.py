@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.queue.first_come import first_come
+from kvtier.bench.queue.report import first_come
 from kvtier.bench.queue.run import Engines
 from kvtier.bench.queue.traffic import KINDS, traffic
 from kvtier.bench.traces.chains import key_of

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier import store as room
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.pool import Pool

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from kvtier.bench.traces.belady import belady
 from kvtier.bench.traces.commands.simulate import chunks_of
 from kvtier.bench.traces.mooncake import read
-from kvtier.bench.traces.simulate import FIXED, Cache, oracle, simulate, unhinted, unique
+from kvtier.bench.traces.simulate import FIXED, Cache, belady, oracle, simulate, unhinted, unique
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
