@@ -35,7 +35,7 @@ from kvtier.core.fact import Fact, known, least, or_assumed, unknown
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
-from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
+from kvtier.tiers.nvme.disks import LOCAL_DISKS, NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
 from kvtier.tiers.registry import TIERS, planned
 
 LONG_CONTEXT_TOKENS = 32_768
@@ -46,6 +46,8 @@ _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, 
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _WARM_FACTOR = 3
 """Factor by which another disk must be faster than one that has chunks from before."""
+_SLOWER_FACTOR = 4
+"""Factor by which a disk may be slower than the best one beside which it is used."""
 _HALF = "; half of what is free: --trace says what more would bring"
 
 
@@ -343,36 +345,74 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         draft.leave_out("nvme", "no candidate path was given or found; give one with --path")
     if not usable:
         return None
-    rate, size, disk, source, row = max(usable, key=_worth)
-    for other in usable:
-        if other.disk is not disk:
-            better = "has chunks from before" if disk.own.value else "is faster or larger than this"
-            reason = f"one path is used: {disk.path} {better} ({size_text(other.size)})"
-            draft.leave_out(f"nvme {other.disk.path}", reason)
-    size, why = _recorded_disk(facts.trace, size, ram_bytes, load)
+    chosen = _beside(usable, draft)
+    disks, path = [one.disk for one in chosen], ",".join(one.disk.path for one in chosen)
+    size, why = _recorded_disk(facts.trace, sum(one.size for one in chosen), ram_bytes, load)
     if not size:
-        return draft.leave_out(f"nvme {disk.path}", why)
-    draft.derived.append(row)
-    if disk.filesystem.value == "overlay":
-        draft.warnings.append(
-            f"{disk.path} is a container's overlay: its disk is not visible; mount a volume instead"
-        )
-    device = disk.device.value or "unknown device"
-    draft.set("nvme_path", disk.path, disk.device.source, f"{device}, {rate_text(rate)} ({source})")
-    draft.warnings += [f"{each}, if it is needed no more" for each in disk.left]
-    reserve = size_text(_disk_reserve(disk))
+        return draft.leave_out(f"nvme {path}", why)
+    _show_path(chosen, path, load, draft)
+    reserve = size_text(sum(map(_disk_reserve, disks)))
     held = (
         f"holds {size // load.kv_bytes:,} tokens; {reserve} kept free; "
         f"{size_text(size // load.ranks)} a rank"
     )
-    if facts.trace is None and not disk.own.value:
+    if facts.trace is None and not all(disk.own.value for disk in disks):
         held += _HALF
-    draft.set("nvme_bytes", size, disk.free.source, held + why)
+    draft.set("nvme_bytes", size, disks[0].free.source, held + why)
     if (facts.engine.engines.value or 1) > 1:
         draft.warnings.append(
-            f"{facts.engine.engines.value} engines share {disk.path}: give each a folder below it"
+            f"{facts.engine.engines.value} engines share {path}: give each a folder below it"
         )
     return None
+
+
+def _beside(usable: list[_Usable], draft: Plan) -> list[_Usable]:
+    """The best folder, and those on other local disks that make one tier faster with it."""
+    best, *others = sorted(usable, key=_worth, reverse=True)
+    chosen = [best]
+    for other in others:
+        disk, path, local = other.disk, best.disk.path, best.disk.device.value in LOCAL_DISKS
+        if not local or disk.device.value not in LOCAL_DISKS:
+            better = (
+                "has chunks from before" if best.disk.own.value else "is faster or larger than this"
+            )
+            reason = f"one path is used: {path} {better}"
+        elif disk.system:
+            reason = f"the system's own files lie there, and {path} does without it"
+        elif disk.block and disk.block in {one.disk.block for one in chosen}:
+            reason = f"it lies on a disk that is used already ({disk.block})"
+        elif _worth(other)[0] * _SLOWER_FACTOR < best.speed:
+            reason = f"{rate_text(other.speed)} beside {rate_text(best.speed)} of {path}: too slow"
+        else:
+            chosen.append(other)
+            continue
+        draft.leave_out(f"nvme {disk.path}", f"{reason} ({size_text(other.size)})")
+    return sorted(chosen, key=lambda one: one.disk.path)
+
+
+def _show_path(chosen: list[_Usable], path: str, load: Load, draft: Plan) -> None:
+    each = [
+        f"{one.disk.device.value or 'unknown device'}, {rate_text(one.speed)} ({one.source})"
+        for one in chosen
+    ]
+    for one, words in zip(chosen, each, strict=True):
+        if one.disk.filesystem.value == "overlay":
+            draft.warnings.append(
+                f"{one.disk.path} is a container's overlay: its disk is not visible; mount a "
+                "volume instead"
+            )
+        draft.warnings += [f"{words}, if it is needed no more" for words in one.disk.left]
+        if len(chosen) > 1:
+            source = one.disk.device.source
+            draft.show("nvme_disk", one.disk.path, source, f"{size_text(one.size)}; {words}")
+    if len(chosen) == 1:
+        draft.derived.append(chosen[0].row)
+        reason = each[0]
+    else:
+        whole = known(sum(one.speed for one in chosen), f"{len(chosen)} disks together")
+        pays("nvme", whole, load, draft)
+        reason = f"{len(chosen)} disks, {rate_text(whole.value or 0.0)} together"
+    draft.set("nvme_path", path, chosen[0].disk.device.source, reason)
 
 
 def _worth(usable: _Usable) -> tuple[float, int]:

@@ -18,7 +18,9 @@ _COUNTS = ("good", "corrupt", "damaged", "stale", "free")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--nvme", metavar="FOLDER", help="a tier's folder, or one that has some; none: nvme_path"
+        "--nvme",
+        metavar="FOLDER",
+        help="a tier's folder, or one that has some, or several; none: nvme_path",
     )
     parser.add_argument("--config", metavar="YAML", help="configuration file that has nvme_path")
     parser.add_argument(
@@ -33,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) no check was possible."""
-    place = arguments.nvme or load(arguments.config).nvme.path
-    if place is None:
+    places = arguments.nvme or load(arguments.config).nvme.path
+    if places is None:
         raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")
     reports: list[Report] = []
     refused: list[str] = []
-    for folder in tier_folders(Path(place)):
+    for folder in (each for place in places.split(",") for each in tier_folders(Path(place))):
         try:
             reports.append(check(folder, repair=arguments.repair))
         except TierError as error:

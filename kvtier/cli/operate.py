@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -169,7 +169,8 @@ class ClearCommand:
         parser.add_argument(
             "--folder",
             metavar="FOLDER",
-            help="give the disk back that an NVMe tier here has reserved: no server is asked",
+            help="give the disk back that an NVMe tier has reserved here, or in several folders; "
+            "no server is asked",
         )
         parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
 
@@ -181,7 +182,7 @@ class ClearCommand:
                 "say what to clear: either --namespace NAME, --everything or --folder FOLDER"
             )
         if arguments.folder is not None:
-            return _discard(Path(arguments.folder).absolute())
+            return _discard([Path(place).absolute() for place in arguments.folder.split(",")])
         wish = InvalidateAll(arguments.namespace, arguments.everything)
         done = Surface(arguments).ask("/v1/clear", Cleared, wish)
         print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
@@ -210,11 +211,11 @@ class TokenCommand:
         return 0
 
 
-def _discard(place: Path) -> int:
-    """Remove the tiers of a folder. Raises ConfigError where there is none, and TierError at the
-    end for those that are in use or somebody else's."""
+def _discard(places: Sequence[Path]) -> int:
+    """Remove the tiers of these folders. Raises ConfigError where one has none, and TierError at
+    the end for those that are in use or somebody else's."""
     refused = []
-    for folder in tier_folders(place):
+    for folder in [each for place in places for each in tier_folders(place)]:
         size = probe_disk(str(folder)).own.value or 0
         try:
             chunks = discard(folder)
@@ -222,8 +223,9 @@ def _discard(place: Path) -> int:
             refused.append(str(error))
             continue
         print(f"{folder}: {chunks:,} chunks dropped, {size_text(size)} given back")
-    with contextlib.suppress(OSError):
-        place.rmdir()
+    for place in places:
+        with contextlib.suppress(OSError):
+            place.rmdir()
     if refused:
         raise TierError("; ".join(refused))
     return 0

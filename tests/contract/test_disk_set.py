@@ -9,6 +9,7 @@ import pytest
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
+from kvtier.tiers.nvme.several import parts_of
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 
@@ -95,3 +96,10 @@ def test_a_faster_disk_gets_more(tmp_path, monkeypatch):
     few, many = map(len, on_each(tier))
     assert 2.5 < many / few < 3.5
     tier.close()
+
+
+def test_bytes_are_divided_by_room_and_kept_while_they_nearly_fit():
+    assert parts_of(100, [300, 100, 0], [0, 0, 0]) == [75, 25, 0]
+    assert parts_of(1000, [700, 300], [500, 490]) == [500, 490]
+    assert parts_of(1100, [700, 300], [500, 490]) == [770, 330]
+    assert parts_of(1000, [10], [995]) == [1000]

@@ -248,6 +248,12 @@ def test_the_command(tmp_path):
     assert kvtier("check", "--nvme", tmp_path, "--repair").returncode == 0
     assert kvtier("check", "--nvme", tmp_path).returncode == 0
     assert kvtier("check").returncode == 2
+    filled(tmp_path / "other" / "slots-8192")
+    both = f"{tmp_path / 'slots-8192'},{tmp_path / 'other'}"
+    config.write_text(f"nvme: {{path: [{both}]}}\n")
+    assert kvtier("check", "--config", config).stdout.count("6 good") == 1
+    cleared = kvtier("clear", "--folder", both).stdout
+    assert cleared.count("chunks dropped") == 2 and not (tmp_path / "other").exists()
 
 
 def test_after_kill_9_under_load_nothing_is_corrupt():

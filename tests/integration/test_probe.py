@@ -255,6 +255,41 @@ def test_the_longest_and_latest_mount_holds_a_path_and_escapes_are_undone(tmp_pa
     assert probe_disk(str(tmp_path), tmp_path).filesystem.value == "ext4"
 
 
+def test_local_disks_are_found_where_they_are_mounted(tmp_path, monkeypatch):
+    """But for a system's own places, network disks, and a second folder on one disk."""
+    block, lines = tmp_path / "sys/devices/block", ""
+    places = {name: tmp_path / name for name in ("one", "two", "again", "ebs")}
+    for at, (name, place) in enumerate(places.items()):
+        place.mkdir()
+        device = block / "nvme0n1/nvme0n1p1" if name == "again" else block / f"nvme{at}n1"
+        plant(device, **({"partition": "1"} if name == "again" else {"queue__rotational": "0"}))
+        if name == "ebs":
+            plant(device, device__model="Amazon Elastic Block Store")
+        link = tmp_path / f"sys/dev/block/259:{at}"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(device)
+        lines += mount_line(f"259:{at}", place)
+    for system in ("/", "/boot/efi", "/home", "/usr/local"):
+        lines += mount_line("259:1", Path(system))
+    plant(tmp_path, proc__self__mountinfo=lines)
+    devices = {str(place): at for at, place in enumerate(places.values())}
+    found = disk_probe.local_mounts(tmp_path)
+    assert found == [str(places[name]) for name in ("one", "two", "again")]
+    monkeypatch.setattr(disk_probe, "CANDIDATES", ())
+    monkeypatch.setattr(disk_probe, "_ALWAYS", ())
+    stat = os.stat
+
+    def of_a_device(path, **more):
+        real = stat(path, **more)
+        at = devices.get(str(path), real.st_dev)
+        return os.stat_result((*real[:2], at, *real[3:]))
+
+    monkeypatch.setattr(os, "stat", of_a_device)
+    assert [disk.path for disk in probe_disks(root=tmp_path)] == [
+        f"{places[name]}/kvtier" for name in ("one", "two")
+    ]
+
+
 def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_probe, "CANDIDATES", ())
     monkeypatch.setattr(disk_probe, "_ALWAYS", (str(tmp_path),))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,10 @@ NETWORK_FILESYSTEMS = frozenset(
 SIZE_FOLDERS = "slots-*/"
 """Below ``nvme_path``: a server's folders, one for each chunk size."""
 _ALWAYS = ("/var/tmp", "/tmp")
+LOCAL_DISKS = ("nvme", "ssd")
+"""Kinds of disks that are found wherever they are mounted, and used side by side."""
+_SYSTEMS = re.compile(r"/$|/(boot|dev|efi|etc|home|nix|proc|root|run|snap|sys|usr|var/lib)(/|$)")
+"""Mounts of a system's own and its users' files."""
 _PAGE_BYTES = 4096
 _LEAST_LEFT_BYTES = 64 << 20
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
@@ -72,22 +77,39 @@ class Disk:
     device: Fact[str] = UNSEEN
     """nvme | ssd | ebs | virtual | rotational."""
     read_speed: Fact[float] = UNSEEN
+    block: str = ""
+    """The device, of a partition the whole one. Empty: not visible."""
+    system: bool = False
+    """The system's own files lie there."""
     left: tuple[str, ...] = ()
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
-    """The given paths. Without any: a folder ``kvtier`` in each of :data:`CANDIDATES` and the
-    temporary folders, at most one a device."""
+    """The given paths. Without any: a folder ``kvtier`` in each of :data:`CANDIDATES`, on every
+    other local disk that is mounted, and in the temporary folders, at most one a device."""
     if paths:
         return tuple(probe_disk(path, root) for path in paths)
-    seen: set[int] = set()
+    seen = set[int | str]()
     found = []
-    for path in (*filter(os.path.ismount, CANDIDATES), *filter(os.path.isdir, _ALWAYS)):
+    usual = filter(os.path.ismount, CANDIDATES)
+    for path in (*usual, *filter(os.path.isdir, (*local_mounts(root), *_ALWAYS))):
         device = os.stat(path).st_dev
         if os.access(path, os.W_OK) and device not in seen and may_take(Path(path, "kvtier")):
+            disk = probe_disk(f"{path}/kvtier", root)
+            if disk.block not in seen:
+                found.append(disk)
             seen.add(device)
-            found.append(probe_disk(f"{path}/kvtier", root))
+            seen.add(disk.block or device)
     return tuple(found)
+
+
+def local_mounts(root: Path = ROOT) -> list[str]:
+    """Where local disks are mounted: those of a system's own files left out."""
+    return [
+        mount.point
+        for mount in mounts(root)
+        if not _SYSTEMS.match(mount.point) and _device(mount, root).value in LOCAL_DISKS
+    ]
 
 
 def probe_disk(path: str, root: Path = ROOT) -> Disk:
@@ -113,6 +135,8 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
         o_direct=direct,
         device=_device(mount, root) if mount else unknown(source),
         read_speed=unknown("not measured"),
+        block=_block(mount, root) if mount else "",
+        system=mount is not None and mount.point == "/",
     )
 
 
@@ -195,10 +219,7 @@ def open_direct(place: Path) -> Any:
 def _device(mount: Mount, root: Path) -> Fact[str]:
     if mount.kind == "overlay":
         return unknown("overlay: the disk under it is not visible from in here")
-    link = root / "sys/dev/block" / mount.device
-    # btrfs and others show a made-up device number
-    if not link.exists() and mount.source.startswith("/dev/"):
-        link = root / "sys/class/block" / Path(mount.source).name
+    link = _link(mount, root)
     if not link.exists():
         return unknown(f"{mount.kind} {mount.source} is not a block device here")
     kinds = sorted(_device_kinds(link.resolve()), key=_SLOWEST.index)
@@ -206,6 +227,22 @@ def _device(mount: Mount, root: Path) -> Fact[str]:
     if not kinds:
         return unknown(f"{source}: it is not NVMe, and does not say whether it is rotational")
     return known(kinds[0], source)
+
+
+def _link(mount: Mount, root: Path) -> Path:
+    link = root / "sys/dev/block" / mount.device
+    # btrfs and others show a made-up device number
+    if not link.exists() and mount.source.startswith("/dev/"):
+        link = root / "sys/class/block" / Path(mount.source).name
+    return link
+
+
+def _block(mount: Mount, root: Path) -> str:
+    link = _link(mount, root)
+    if mount.kind == "overlay" or not link.exists():
+        return ""
+    device = link.resolve()
+    return (device.parent if (device / "partition").exists() else device).name
 
 
 def _device_kinds(device: Path) -> set[str]:

@@ -21,6 +21,7 @@ from kvtier.tiers.nvme.several import (
     free_rooms,
     lane_threads,
     on_one_device,
+    parts_of,
     require_apart,
     require_ours,
 )
@@ -86,12 +87,8 @@ class NvmeSection(TierSection):
                     "nvme_path; give one for each folder, or one for all together"
                 )
         else:
-            rooms = free_rooms(folders)
-            if given is None:
-                sizes = [default_bytes(room) for room in rooms]
-            else:
-                sizes = [given * room // (sum(rooms) or 1) for room in rooms]
-                sizes[0] += given - sum(sizes)
+            rooms, held = free_rooms(folders)
+            sizes = parts_of(given, rooms, held) if given else list(map(default_bytes, rooms))
         pairs = zip(folders, sizes, strict=True)
         return [replace(self, path=str(folder), bytes_=size) for folder, size in pairs]
 
@@ -210,9 +207,10 @@ def open(own: NvmeSection, around: Opening) -> Opened:
         require_ours(folders)
         tier = DiskSet(list(map(DiskPlace, folders, sizes, calls)), around.chunk_bytes, *more)
     reserved = sum(probe_disk(str(folder)).own.value or 0 for folder in folders)
+    where = ",".join(map(str, folders))
     said = (
-        f"NVMe: {size_text(reserved)} reserved in {', '.join(map(str, folders))}, and kept after "
-        f"the end for a warm start; 'kvtier clear --folder {folders[0]}' gives it back"
+        f"NVMe: {size_text(reserved)} reserved in {where}, and kept after the end for a warm "
+        f"start; 'kvtier clear --folder {where}' gives it back"
     )
     return Opened(tier, threads, "; ".join(filter(None, [said, on_one_device(folders)])))
 

@@ -14,6 +14,9 @@ from kvtier.tiers.nvme.disks import Disk, disk_threads, probe_disk
 from kvtier.tiers.nvme.folder import TierFolder
 from kvtier.tiers.nvme.in_use import holder
 
+_UNCHANGED_PART = 50
+"""Part (1/50) of the bytes that may change without another division."""
+
 
 def require_apart(folders: Sequence[Path]) -> None:
     """Raises ConfigError for a folder that is there twice, or within another one."""
@@ -53,15 +56,23 @@ def on_one_device(folders: Sequence[Path]) -> str:
     return "".join(f"{those} lie on one device, which is read no faster so" for those in shared)
 
 
-def free_rooms(folders: Sequence[Path]) -> list[int]:
-    """Bytes that each folder may have, with its files from before. Folders on one device share what
-    is free there."""
+def free_rooms(folders: Sequence[Path]) -> tuple[list[int], list[int]]:
+    """Bytes that each folder may have, and those of its files from before among them. Folders on
+    one device share what is free there."""
     devices = [device_of(folder) for folder in folders]
     those, disks = Counter(devices), [probe_disk(str(folder)) for folder in folders]
-    return [
-        (disk.free.value or 0) // those[device] + (disk.own.value or 0)
-        for disk, device in zip(disks, devices, strict=True)
-    ]
+    held = [disk.own.value or 0 for disk in disks]
+    free = [(disk.free.value or 0) // those[at] for disk, at in zip(disks, devices, strict=True)]
+    return [sum(both) for both in zip(free, held, strict=True)], held
+
+
+def parts_of(given: int, rooms: Sequence[int], held: Sequence[int]) -> list[int]:
+    """``given`` bytes divided as the folders have room, or as before where that is nearly all: a
+    smaller file drops chunks."""
+    if len(rooms) > 1 and all(held) and abs(given - sum(held)) < given // _UNCHANGED_PART:
+        return list(held)
+    parts = [given * room // (sum(rooms) or 1) for room in rooms]
+    return [given - sum(parts[1:]), *parts[1:]]
 
 
 def lane_threads(disks: Sequence[Disk], cpus: int) -> tuple[int, list[int]]:

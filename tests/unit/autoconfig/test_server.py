@@ -206,9 +206,20 @@ def test_a_folder_that_a_dead_engine_left_is_named_to_the_server_that_lacks_the_
     assert servers.endswith(f"kvtier clear --folder {with_chunks}")
 
 
+def test_the_next_start_keeps_its_folders_and_their_size(machine):
+    both = replace(DISK, path="/a/kvtier"), replace(DISK, path="/b/kvtier")
+    machine(40, *both)
+    first = planned()
+    assert (first.nvme.path, first.nvme.bytes_) == ("/a/kvtier,/b/kvtier", 400 * GIB)
+    free, own = known(200 * GIB, "statvfs"), known(200 * GIB, "files")
+    machine(40, *(replace(disk, free=free, own=own) for disk in both))
+    assert planned().nvme == first.nvme
+
+
 def test_the_next_start_keeps_its_folder_and_its_size(machine):
     """The other disk seems twice as fast this time. What the first start took counts as free."""
-    here, other = DISK, replace(DISK, path="/data/kvtier", read_speed=known(2e9, "measured"))
+    here = replace(DISK, device=known("virtual", "seen"))
+    other = replace(here, path="/data/kvtier", read_speed=known(2e9, "measured"))
     machine(40, here, other)
     first = planned()
     assert (first.nvme.path, first.nvme.bytes_) == (here.path, 200 * GIB)
