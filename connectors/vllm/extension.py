@@ -1,7 +1,7 @@
 """Extensions of the scheduler's half: a hook for everything that happens to a request there.
 
-An :class:`Extension` overrides the hooks that it needs. A hook does nothing by default, so the
-scheduler's half tells each of its extensions everything, and never asks whether one is there.
+An :class:`Extension` overrides the hooks that it needs. The scheduler's half
+tells each of its extensions everything that it has a hook for, and never asks whether one is there.
 
 vLLM's scheduling loop calls the hooks, on one thread. An engine computes nothing meanwhile, so a
 hook waits for nothing. What it keeps is bounded, or belongs to a request and goes with it:
@@ -10,11 +10,12 @@ hook waits for nothing. What it keeps is bounded, or belongs to a request and go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.groups import Geometry, Piece
+from kvtier.connectors.vllm.scheduler_side.due_steps import Running
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Jobs, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -66,8 +67,7 @@ class Live(NamedTuple):
     """Parts of the scheduler's half that extensions which load share."""
 
     prompts: Mapping[str, Prompt]
-    running: Set[str]
-    """Requests that the last step computed for, if they have not finished."""
+    running: Running
     answer: Callable[[Prompt, Sequence[str], int], None]
     """Tells all extensions and the store what came of a request: see :meth:`Extension.answered`."""
 
@@ -136,3 +136,16 @@ class Extension:
     def events(self) -> list[Any]:
         """Events since the last call, for vLLM's event stream."""
         return []
+
+
+def overridden(extensions: Sequence[Extension]) -> dict[str, list[Callable[..., Any]]]:
+    """Each hook of those extensions that override it, in their order: no empty one is called."""
+    names = [name for name, hook in vars(Extension).items() if callable(hook) and name[0] != "_"]
+    return {
+        name: [
+            getattr(each, name)
+            for each in extensions
+            if getattr(type(each), name) is not getattr(Extension, name)
+        ]
+        for name in names
+    }

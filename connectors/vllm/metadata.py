@@ -7,7 +7,8 @@ keys or KV bytes. Never tokens either, except those that a worker shall compute 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +20,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvtier.connectors.vllm.groups import SpanMove
 
 Parts = tuple[tuple[tuple[int, bool], ...], ...]
+
+
+class _Brief:
+    """Dataclass that is pickled by position, without defaults at its end. Every step sends one to
+    every worker, and the names of its fields would be most of it."""
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        kind: Any = type(self)
+        told, usual = [*vars(self).values()], _defaults(kind)
+        while told and told[-1] == usual[len(told) - 1]:
+            told.pop()
+        return kind, tuple(told)
+
+
+@cache
+def _defaults(kind: Any) -> list[Any]:
+    """Of each field; MISSING for one that has none."""
+    return [
+        one.default if one.default_factory is MISSING else one.default_factory()
+        for one in fields(kind)
+    ]
 
 
 @dataclass
@@ -45,7 +67,7 @@ class RankLayout(KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True)
-class PoolAddress:
+class PoolAddress(_Brief):
     path: str
     witness_path: str | None
     """A worker keeps this file open as long as it maps a server's pool."""
@@ -91,7 +113,7 @@ class LoadEnd(NamedTuple):
 
 
 @dataclass
-class Job:
+class Job(_Brief):
     number: int
     pool: PoolAddress
     moves: list[Move]
@@ -151,15 +173,21 @@ class SpanPass:
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(_Brief, KVConnectorMetadata):
+    """Its fields that most steps need come first."""
+
     pool: PoolAddress | None
     """Pool of jobs to come. Workers unmap all others but those of this step's jobs."""
-    loads: list[Job] = field(default_factory=list)
-    saves: list[Job] = field(default_factory=list)
     number: int = 0
     """See :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False
     """The step runs a forward pass, so that requests wait for it."""
+    may_reuse: bool = True
+    """From this step on, blocks that saves of earlier steps read may be another request's."""
+    saves: list[Job] = field(default_factory=list)
+    loads: list[Job] = field(default_factory=list)
+    reads_on: bool = False
+    """Steps may run while saves are read: blocks stay as they are until ``may_reuse``."""
     replacements_seen: Counter[int] = field(default_factory=Counter)
     """By rank: replacements of its weights that the scheduler knew of when it planned this step."""
     ends: list[LoadEnd] = field(default_factory=list)
@@ -168,15 +196,11 @@ class StepMetadata(KVConnectorMetadata):
     passes: list[SpanPass] = field(default_factory=list)
     renewed: dict[PoolAddress, list[int]] = field(default_factory=dict)
     """Slots of a server's pool that have other memory than before."""
-    reads_on: bool = False
-    """Steps may run while saves are read: blocks stay as they are until ``may_reuse``."""
-    may_reuse: bool = True
-    """From this step on, blocks that saves of earlier steps read may be another request's."""
     asks_layout: bool = False
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport(_Brief, KVConnectorWorkerMetadata):
     """Workers -> scheduler, merged over ranks."""
 
     step: int = 0
@@ -184,9 +208,9 @@ class StepReport(KVConnectorWorkerMetadata):
     """Of the slowest rank, like ``load_s``."""
     load_s: float = 0.0
     save_s: float = 0.0
+    done: Counter[int] = field(default_factory=Counter)
     unmapped: str = ""
     layouts: dict[tuple[int, int], RankLayout] = field(default_factory=dict)
-    done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
     replacements: Counter[int] = field(default_factory=Counter)
     """Ranks whose weights were replaced in this step, with how often since the rank's start."""

@@ -319,8 +319,9 @@ class Granted:
             self._next = ""
 
     def began(self, requests: Set[str]) -> None:
-        for request_id in (self._needs.keys() | {self._next}) & requests:
-            self.gone(request_id)
+        if self._needs or self._next:
+            for request_id in (self._needs.keys() | {self._next}) & requests:
+                self.gone(request_id)
 
     def _need(self, request: Any) -> int:
         return self._geometry.most_blocks(request.num_tokens, self._in_flight)

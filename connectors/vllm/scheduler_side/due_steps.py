@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvtier.connectors.vllm.groups import Geometry, Kind
 
@@ -23,14 +23,16 @@ class DueSteps:
         self._by_step: dict[int, list[str]] = {}
         """The same by step, and some requests that have another step by now."""
 
-    def begin(self, scheduled: Mapping[str, int]) -> set[str]:
-        """Begin a step that computes ``scheduled`` tokens of each request. Returns who is due."""
+    def begin(self, scheduled: Mapping[str, int], tokens: int) -> set[str]:
+        """Begin a step that computes ``scheduled`` tokens of each request, ``tokens`` in all.
+        Returns who is due."""
         self._step += 1
         due = {one for one in self._by_step.pop(self._step, ()) if self._due.get(one) == self._step}
-        for request_id in due - scheduled.keys():
+        for request_id in [one for one in due if one not in scheduled]:
             self.wait(request_id, 0)
-        if max(scheduled.values(), default=0) > self._most:
-            due |= {one for one, tokens in scheduled.items() if tokens > self._most}
+            due.discard(request_id)
+        if tokens > len(scheduled) and max(scheduled.values()) > self._most:
+            due |= {one for one, count in scheduled.items() if count > self._most}
         return due
 
     def wait(self, request_id: str, tokens: int | None) -> None:
@@ -48,3 +50,23 @@ class DueSteps:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._due.pop(request_id, None)
+
+
+class Running:
+    """Requests that the last step computed for, if they have not finished."""
+
+    def __init__(self) -> None:
+        self._scheduled: Collection[str] = ()
+        self._finished: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return len(self._finished) < len(self._scheduled)
+
+    def begin(self, scheduled: Collection[str]) -> None:
+        """A step computes for these."""
+        self._scheduled = scheduled
+        self._finished.clear()
+
+    def finished(self, request_id: str) -> None:
+        if request_id in self._scheduled:
+            self._finished.add(request_id)

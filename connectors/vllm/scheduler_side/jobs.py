@@ -33,6 +33,8 @@ class Jobs:
     def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
         self._parts, self._clock = parts, clock
         self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
+        self._last: tuple[Pool, PoolAddress] | None = None
+        """Pool of the last call, and where it is."""
         self._next = 0
         self._reports_until = 0.0
         self.pending: dict[int, Pending] = {}
@@ -59,6 +61,8 @@ class Jobs:
     def address(self, pool: Pool | None) -> PoolAddress:
         from kvtier.connectors.vllm.metadata import HostPools, PoolAddress
 
+        if self._last is not None and pool is self._last[0]:
+            return self._last[1]
         assert pool is not None, "a lease with slots has a pool"
         address = self._addresses.get(pool)
         if address is None:
@@ -70,6 +74,7 @@ class Jobs:
                 ticket = pool.ticket if isinstance(pool, FarPool) else b""
                 address = PoolAddress(*named, ticket, pool.inode)
             self._addresses[pool] = address
+        self._last = pool, address
         return address
 
     def renewed(self) -> Iterator[tuple[PoolAddress, list[int]]]:

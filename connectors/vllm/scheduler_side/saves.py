@@ -88,20 +88,20 @@ class Saves:
         if not self._reading and not metadata.saves:
             metadata.may_reuse = False  # no block is being read
             return
-        cached = output.scheduled_cached_reqs
-        goes_on = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id in cached.resumed_req_ids:
-            del goes_on[request_id]
-        metadata.may_reuse = not self._reading <= goes_on.keys()
+        scheduled = output.num_scheduled_tokens
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        began = resumed | {new.req_id for new in output.scheduled_new_reqs}
+        metadata.may_reuse = not all(
+            request_id in scheduled and request_id not in began for request_id in self._reading
+        )
         if metadata.may_reuse:
             self._reading.clear()
         if not metadata.saves:
             return
-        goes_on |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         saved = {self._pending[job.number].request_id for job in metadata.saves}
         metadata.reads_on = self._geometry.is_gradual and all(
-            request_id in goes_on
-            and goes_on[request_id] + output.num_scheduled_tokens[request_id]
+            request_id not in resumed
+            and self._prompts[request_id].request.num_computed_tokens + scheduled[request_id]
             < self._prompts[request_id].request.num_prompt_tokens
             for request_id in saved
         )

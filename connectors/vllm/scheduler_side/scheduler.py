@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.api import Ended, LoadLease
-from kvtier.connectors.vllm.extension import Duty, Extension, Live, Tools
+from kvtier.connectors.vllm.extension import Duty, Extension, Live, Tools, overridden
 from kvtier.connectors.vllm.groups import Piece
 from kvtier.connectors.vllm.hint_words import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted
-from kvtier.connectors.vllm.scheduler_side.due_steps import DueSteps
+from kvtier.connectors.vllm.scheduler_side.due_steps import DueSteps, Running
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import ARRIVAL_S, ARRIVALS, BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
@@ -53,8 +53,7 @@ class SchedulerHalf:
         self.store, self._layout, self._geometry, self._jobs, self._load_policy = tools
         self.extensions = extensions
         self._duty = duty
-        self._running: set[str] = set()
-        """Requests that the last step computed for, if they have not finished."""
+        self._running = Running()
         self._asked = False
         """vLLM has asked for some request since the last step."""
         self._granted = Granted(self._geometry, duty.blocks, duty.in_flight)
@@ -76,15 +75,16 @@ class SchedulerHalf:
         self._replacements_seen = Counter[int]()
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
-        for extension in extensions:
-            extension.join(Live(self._prompts, self._running, self._answer))
+        self._hooks = overridden(extensions)
+        for join in self._hooks["join"]:
+            join(Live(self._prompts, self._running, self._answer))
 
     # ---- lookup ----------------------------------------------------------------------------------
 
     def new(self, request: Any) -> None:
         """vLLM's ``on_new_request``."""
-        for extension in self.extensions:
-            extension.new(request, self._prompt)
+        for new in self._hooks["new"]:
+            new(request, self._prompt)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``: tokens that can be loaded beyond the first
@@ -113,8 +113,8 @@ class SchedulerHalf:
         """Tokens beyond the first ``computed`` that are there for the request. None: ask again.
         ``first``: vLLM has asked for no other since the last step."""
         keys = self._keys(prompt, prompt.request.num_tokens)
-        for extension in self.extensions:
-            extension.asked(prompt, keys)
+        for asked in self._hooks["asked"]:
+            asked(prompt, keys)
         if not prompt.is_hidden and self._is_coming_for_others(keys, computed):
             return None
         arrivals = ARRIVALS if first and self._is_idle else 0
@@ -128,8 +128,8 @@ class SchedulerHalf:
     ) -> int | None:
         """:meth:`_promise` of the first extension that has something, or else of the store."""
         busy = bool(self._running)
-        for extension in self.extensions:
-            own = extension.promise(prompt, keys, computed, busy=busy)
+        for promise in self._hooks["promise"]:
+            own: int | None = promise(prompt, keys, computed, busy=busy)
             if own != 0:
                 return own
         return self._claims.promise(prompt, keys, computed, busy=busy, first=first)
@@ -157,7 +157,7 @@ class SchedulerHalf:
         (lease, looked), run = claim.take(), claim.run
         if tokens > 0:
             self._granted.add(request)
-        taken = any(extension.allocated(prompt, blocks, tokens) for extension in self.extensions)
+        taken = any(allocated(prompt, blocks, tokens) for allocated in self._hooks["allocated"])
         if taken or lease is None or tokens <= 0 or run is None:
             if looked and not taken:
                 self._answer(prompt, [], 0)
@@ -187,8 +187,8 @@ class SchedulerHalf:
         self._answer(prompt, list(sources.values()), tokens)
 
     def _answer(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
-        for extension in self.extensions:
-            extension.answered(prompt, places, tokens)
+        for answered in self._hooks["answered"]:
+            answered(prompt, places, tokens)
         size = self._layout.chunk_tokens
         last = longest_hit(self._geometry, prompt.request.num_tokens)
         if last <= prompt.claim.begin and not tokens:
@@ -223,25 +223,21 @@ class SchedulerHalf:
             if load.number in self._pending
             and self._prompts.get(load.prompt.request.request_id) is load.prompt
         ]
-        for extension in self.extensions:
-            extension.step(metadata, begun)
+        for step in self._hooks["step"]:
+            step(metadata, begun)
         self._jobs.begun.clear()
         self._loads, self._asked = [], False
-        self._running.clear()
-        self._running.update(output.num_scheduled_tokens)
+        self._running.begin(output.num_scheduled_tokens)
         self._granted.began(output.num_scheduled_tokens.keys())
         self._tables.begin(output)
-        due = self._due.begin(output.num_scheduled_tokens)
-        for new in output.scheduled_new_reqs:  # with Model Runner V2 also those that are resumed
-            self._begun_again(new.req_id)
-            self._advance(metadata, output, new.req_id, new.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for request_id in cached.resumed_req_ids:
+        due = self._due.begin(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
+        # With Model Runner V2 also those that are resumed.
+        began = [new.req_id for new in output.scheduled_new_reqs]
+        began += output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in began:
             self._begun_again(request_id)
-        if due := due | cached.resumed_req_ids:
-            computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-            for request_id in due & computed.keys():
-                self._advance(metadata, output, request_id, computed[request_id])
+        for request_id in dict.fromkeys((*began, *due)):
+            self._advance(metadata, output, request_id)
         self._tables.end()
         self._saves.step(metadata, output)
         metadata.renewed.update(self._jobs.renewed())
@@ -252,7 +248,7 @@ class SchedulerHalf:
         if prompt is not None:
             prompt.progress.moved()
 
-    def _advance(self, metadata: StepMetadata, output: Any, request_id: str, computed: int) -> None:
+    def _advance(self, metadata: StepMetadata, output: Any, request_id: str) -> None:
         """Save the chunks of one request that this step finishes, and note when to look again."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
@@ -261,7 +257,7 @@ class SchedulerHalf:
         self._name(prompt)
         if prompt.chain is None or prompt.progress.blended or not self._duty.saves:
             return
-        end = computed + output.num_scheduled_tokens[request_id]
+        end = prompt.request.num_computed_tokens + output.num_scheduled_tokens[request_id]
         self._save(metadata, output, prompt, end)
         next_end = (prompt.progress.saved + 1) * self._layout.chunk_tokens
         more = self._duty.save_decode or next_end <= prompt.request.num_prompt_tokens
@@ -292,8 +288,8 @@ class SchedulerHalf:
         tail, own = self._tails.pieces(prompt, keys, told, tables)
         if tail:
             self._saves.begin(metadata, request_id, tail, own)
-        for extension in self.extensions:
-            extension.saving(prompt, saved, finished, taken)
+        for saving in self._hooks["saving"]:
+            saving(prompt, saved, finished, taken)
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -305,8 +301,8 @@ class SchedulerHalf:
             self._renew()
         if report.unmapped and (self._duty.loads or self._duty.saves):
             self._turn_off(report.unmapped)
-        for extension in self.extensions:
-            extension.report(report)
+        for reported in self._hooks["report"]:
+            reported(report)
         for number in report.done.keys() | report.failed.keys():
             pending = self._pending.get(number)
             if pending is None:
@@ -320,8 +316,8 @@ class SchedulerHalf:
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
                 is_last = not self._is_copying(pending.request_id)
-                for extension in self.extensions:
-                    extension.ended(pending, is_last=is_last)
+                for ended in self._hooks["ended"]:
+                    ended(pending, is_last=is_last)
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
         """``refused``: the model got other weights, so the chunks that it lacks are sound."""
@@ -376,12 +372,12 @@ class SchedulerHalf:
 
     def events(self) -> list[Any]:
         """vLLM's ``take_events``."""
-        return [event for extension in self.extensions for event in extension.events()]
+        return [event for events in self._hooks["events"] for event in events()]
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """vLLM's ``request_finished``, for aborted requests too. Returns what the answer says."""
         prompt = self._prompts.pop(request.request_id, None)
-        self._running.discard(request.request_id)
+        self._running.finished(request.request_id)
         self._granted.gone(request.request_id)
         self._tables.forget(request.request_id)
         self._due.forget(request.request_id)
@@ -392,8 +388,8 @@ class SchedulerHalf:
             answer, stop = request.num_output_tokens, stop_of(request)
             self.store.ended(Ended(prompt.number, answer, stop))
         told, copying = dict[str, Any](), self._is_copying(request.request_id)
-        for extension in self.extensions:
-            told |= extension.finished(prompt, saving=copying) or {}
+        for finished in self._hooks["finished"]:
+            told |= finished(prompt, saving=copying) or {}
         return told or None
 
     def _is_copying(self, request_id: str) -> bool:
@@ -433,8 +429,8 @@ class SchedulerHalf:
 
     def _drop(self, prompt: Prompt) -> None:
         prompt.claim.drop()
-        for extension in self.extensions:
-            extension.drop(prompt)
+        for drop in self._hooks["drop"]:
+            drop(prompt)
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
         """Of the request's whole chunks so far. Only new tokens are hashed."""

@@ -37,6 +37,7 @@ class Engine:
         geometry = groups.Geometry(kinds or (FULL,), CHUNK)
         self.half = scheduler_half(store, LAYOUT, geometry, (((0, True),),), policy)
         self.computed: dict[str, int] = {}
+        self.requests = {}
 
     def get_block_ids(self, request_id):
         begin = 1 + 20 * [*self.computed].index(request_id)
@@ -50,6 +51,7 @@ class Engine:
             begin = 1000 * (len(self.computed) + number)
             request = vllm_request([*range(begin, begin + PROMPT)], name)
             assert self.half.matched(request, 0) == (0, False)
+            self.requests[name] = request
         old = [name for name in scheduled if name in self.computed]
         self.computed = self.computed | dict.fromkeys(new, 0)
         metadata = self.half.step(
@@ -72,6 +74,7 @@ class Engine:
         )
         for name, tokens in scheduled.items():
             self.computed[name] += tokens
+            self.requests[name].num_computed_tokens += tokens
         return metadata
 
 

@@ -57,6 +57,7 @@ class Two:
 
     def step(self, computed, more, states):
         """One step that computes ``more`` tokens."""
+        self.request.num_computed_tokens = computed
         cached = SimpleNamespace(
             req_ids=["one"], num_computed_tokens=[computed], resumed_req_ids=set()
         )

@@ -123,7 +123,7 @@ def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(tmp_p
     save = Job(1, where, [Move(0, slots, [10, 11, 20, 21, 30, 31])])
     load = Job(2, where, [Move(0, slots[:1], [11], 1)], "r1", 16)
     lost = Job(3, where, [Move(0, [], [0])], "r2", 16)
-    told = StepMetadata(where, [load, lost], [save])
+    told = StepMetadata(where, loads=[load, lost], saves=[save])
     for host, taken, blocks in ((0, [2, 1], [10, 11, 30, 31]), (1, [4, 0], [10, 11, 20, 21])):
         own = OwnHost(Config().with_keys(server=TWO).server, host).part(told)
         assert own.pool == addresses[host] == own.saves[0].pool == own.loads[0].pool

@@ -90,7 +90,12 @@ class Rank:
         loads, known = list(loads), Counter({0: seen})
         saves = [replace(job, request_id=None) for job in saves]
         metadata = StepMetadata(
-            self.address, loads, saves, self.number, computes, replacements_seen=known
+            self.address,
+            self.number,
+            computes,
+            loads=loads,
+            saves=saves,
+            replacements_seen=known,
         )
         metadata.renewed = dict(renewed)
         return self.planned(metadata, forward)
@@ -719,7 +724,7 @@ def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_
     from kvtier.connectors.vllm.metadata import StepMetadata
 
     def step(number, value, saves=(), **says):
-        metadata = StepMetadata(rank.address, [], list(saves), number, computes=True, **says)
+        metadata = StepMetadata(rank.address, number, computes=True, saves=list(saves), **says)
         rank.planned(metadata, rank.fill(2, value))
 
     job = replace(rank.job(1, [0], [2, 3]), request_id=None)
