@@ -1,20 +1,14 @@
 """A real kvtier server with its admin interface, for tests: asked by HTTP and by kvtier's own
 commands."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
-import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.processes.servers import free_port
-from kvtier.client.client import Client
 from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import kvtier
@@ -31,7 +25,7 @@ class Answer(NamedTuple):
     text: str
 
     @property
-    def body(self) -> Any:
+    def body(self):
         return json.loads(self.text)
 
 
@@ -39,7 +33,7 @@ class AdminServer(ServerProcess):
     """A server with its surface at a port of its own and a token, unless told otherwise (None: not
     set). ``settings``: see :class:`ServerProcess`."""
 
-    def __init__(self, folder: Path, *listen: str, **settings: object) -> None:
+    def __init__(self, folder, *listen, **settings):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.token = folder / "token"
@@ -56,15 +50,7 @@ class AdminServer(ServerProcess):
         }
         super().__init__(folder, *listen, **kept)
 
-    def ask(
-        self,
-        method: str,
-        path: str,
-        body: Body | bytes | None = None,
-        *,
-        token: str | None = TOKEN,
-        **headers: str,
-    ) -> Answer:
+    def ask(self, method, path, body=None, *, token=TOKEN, **headers):
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if token is not None:
             sent["Authorization"] = f"Bearer {token}"
@@ -80,17 +66,17 @@ class AdminServer(ServerProcess):
                 answer.read().decode(),
             )
 
-    def clear(self, **body: object) -> Any:
+    def clear(self, **body):
         answer = self.ask("POST", "/v1/clear", body)
         assert answer.status == 200, answer
         return answer.body
 
-    def lookup(self, **body: object) -> Any:
+    def lookup(self, **body):
         answer = self.ask("POST", "/v1/lookup", body)
         assert answer.status == 200, answer
         return answer.body
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name, **labels):
         """Sum of a metric's samples that have these labels."""
         text = self.ask("GET", "/metrics").text
         lines = [line for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
@@ -99,17 +85,17 @@ class AdminServer(ServerProcess):
             float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in wanted)
         )
 
-    def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
+    def cli(self, *words):
         return kvtier(*words, env=self._env)
 
 
 @contextmanager
-def administered(*listen: str, **settings: object) -> Iterator[AdminServer]:
+def administered(*listen, **settings):
     with short_folder() as folder, AdminServer(folder, *listen, **settings) as server:
         yield server
 
 
-def spilled(server: AdminServer, chunks: int) -> None:
+def spilled(server, chunks):
     wait_for(
         lambda: server.metric("kvtier_held_chunks", tier="nvme") == chunks,
         f"{chunks} chunks on disk",
@@ -117,7 +103,7 @@ def spilled(server: AdminServer, chunks: int) -> None:
 
 
 @contextmanager
-def two_tenants(server: AdminServer) -> Iterator[tuple[Client, Client]]:
+def two_tenants(server):
     """A client of the tenant ``acme``, and one of ``else`` with another model."""
     with (
         attached(server.access(namespace="acme")) as client,
@@ -127,7 +113,7 @@ def two_tenants(server: AdminServer) -> Iterator[tuple[Client, Client]]:
 
 
 @contextmanager
-def clearing(server: AdminServer, client: Client) -> Iterator[list[Any]]:
+def clearing(server, client):
     """``acme`` is cleared while it saves three more chunks than its two. The list gets the answer.
     The block begins when the clearing is at work. It ends with the save's commit."""
     save(client, run(1, 2))

@@ -1,7 +1,5 @@
 """A real Chromium without a window, led through its DevTools protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -9,17 +7,14 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-from aiohttp import ClientSession, ClientWebSocketResponse
+from aiohttp import ClientSession
 
 _START_S, _DEADLINE_S, _POLL_S = 60.0, 30.0, 0.05
 
 
-def chromium() -> str | None:
+def chromium():
     """The program. None where there is none."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -27,16 +22,16 @@ def chromium() -> str | None:
 class Tab:
     """One page. ``said``: what its console and its policy complained of."""
 
-    def __init__(self, runner: asyncio.Runner, line: ClientWebSocketResponse) -> None:
+    def __init__(self, runner, line):
         self._runner = runner
         self._line = line
         self._number = 0
         self.said: list[str] = []
 
-    def call(self, method: str, **parameters: Any) -> Any:
+    def call(self, method, **parameters):
         return self._runner.run(self._call(method, parameters))
 
-    async def _call(self, method: str, parameters: dict[str, Any]) -> Any:
+    async def _call(self, method, parameters):
         self._number += 1
         await self._line.send_str(
             json.dumps({"id": self._number, "method": method, "params": parameters})
@@ -50,40 +45,40 @@ class Tab:
                     assert "error" not in told, told
                     return told["result"]
 
-    def value(self, expression: str) -> Any:
+    def value(self, expression):
         told = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 
-    def wait(self, expression: str) -> None:
+    def wait(self, expression):
         until = time.monotonic() + _DEADLINE_S
         while not self.value(expression):
             shown = "document.body.innerText"
             assert time.monotonic() < until, (expression, self.said, self.value(shown))
             time.sleep(_POLL_S)
 
-    def press(self, key: str, code: int) -> None:
+    def press(self, key, code):
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             pressed = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
             self.call("Input.dispatchKeyEvent", **pressed, **text)
 
-    def type(self, text: str) -> None:
+    def type(self, text):
         self.call("Input.insertText", text=text)
 
-    def scheme(self, name: str) -> None:
+    def scheme(self, name):
         """``light`` or ``dark``, as the user's system says."""
         self.call(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
         )
 
-    def picture(self, path: Path) -> None:
+    def picture(self, path):
         told = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(told["data"]))
 
-    def named(self) -> list[tuple[str, str]]:
+    def named(self):
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [
             (node["role"]["value"], node.get("name", {}).get("value", ""))
@@ -93,7 +88,7 @@ class Tab:
 
 
 @contextmanager
-def opened(url: str, folder: Path) -> Iterator[Tab]:
+def opened(url, folder):
     """The page at ``url`` in a browser of its own."""
     program = chromium()
     assert program is not None
@@ -125,12 +120,12 @@ def opened(url: str, folder: Path) -> Iterator[Tab]:
             process.kill()
 
 
-async def _connected(place: str) -> tuple[ClientSession, ClientWebSocketResponse]:
+async def _connected(place):
     session = ClientSession()
     return session, await session.ws_connect(place, max_msg_size=1 << 26)
 
 
-def _port(file: Path, process: subprocess.Popen[bytes]) -> str:
+def _port(file, process):
     until = time.monotonic() + _START_S
     while not (file.exists() and file.read_text().strip()):
         assert process.poll() is None and time.monotonic() < until, (

@@ -1,14 +1,11 @@
 """Certificates for tests of TLS, made by openssl."""
 
-from __future__ import annotations
-
 import subprocess
-from pathlib import Path
 
 _NEW = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
 
 
-def make_certificates(folder: Path) -> Path:
+def make_certificates(folder):
     """Two authorities, ``ours`` and ``theirs``, and of each a certificate for localhost,
     ``ours-host`` and so on, and one for another name, ``ours-other``: ``.pem`` and ``.key`` files
     in ``folder``."""
@@ -22,10 +19,10 @@ def make_certificates(folder: Path) -> Path:
     return folder
 
 
-def _make(folder: Path, file: str, subject: str, *words: str) -> None:
+def _make(folder, file, subject, *words):
     files = ["-keyout", f"{file}.key", "-out", f"{file}.pem"]
     openssl(folder, *_NEW.split(), "-subj", subject, *words, *files)
 
 
-def openssl(folder: Path, *words: str) -> None:
+def openssl(folder, *words):
     subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)

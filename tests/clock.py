@@ -1,11 +1,9 @@
 """A clock that tests turn by hand."""
 
-from __future__ import annotations
-
 
 class Clock:
-    def __init__(self, now: float = 0.0) -> None:
+    def __init__(self, now=0.0):
         self.now = now
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now

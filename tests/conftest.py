@@ -1,15 +1,12 @@
 """What all kinds of tests share: which vLLM versions are here, skipping what this machine cannot
 run, and the order of a run in several workers."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,7 +44,7 @@ SET_UP = (
 """Words of the reasons why a test is skipped for want of something that ``make test`` sets up."""
 
 
-def vllm_versions() -> dict[str, Path | None]:
+def vllm_versions():
     """vLLM version -> the folder to put first in PYTHONPATH. None for the one this Python imports
     by itself."""
     found: dict[str, Path | None] = {}
@@ -64,7 +61,7 @@ def vllm_versions() -> dict[str, Path | None]:
     return found
 
 
-def vllm_source(version: str) -> Path:
+def vllm_source(version):
     """The folder that has this version's package ``vllm``."""
     place = vllm_versions()[version]
     if place is None:
@@ -74,12 +71,12 @@ def vllm_source(version: str) -> Path:
     return place
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     return "vLLM: " + (", ".join(sorted(vllm_versions())) or "none (its tests are skipped)")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     mark_whole(items)
     missing = {
         "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",
@@ -94,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     """The summary is the last that is read: nanobind, which Triton brings, would list what it calls
     leaks of the interpreter's end in 40 lines below it."""
     if any(name.partition(".")[0] == "triton" for name in sys.modules):
@@ -103,23 +100,23 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item):
     """Outside of the test's time limit, which must not count the wait."""
     with turn(item):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport():
     return _failed_if_set_up((yield))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+def pytest_make_collect_report():
     return _failed_if_set_up((yield))
 
 
-def _failed_if_set_up(report: Report) -> Report:
+def _failed_if_set_up(report):
     """``make test`` says that it has set up all that it can: a test that misses some of it fails.
     Elsewhere it is skipped."""
     if report.skipped and not hasattr(report, "wasxfail") and "TEST_ALL_SET_UP" in os.environ:
@@ -131,7 +128,7 @@ def _failed_if_set_up(report: Report) -> Report:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch):
     """Clients and far tiers of this process wait longer for a server than engines do: one that is
     slow on a busy host is there."""
     for name in ("connect._CONNECT_S", "remote_tier._CALL_S"):
@@ -139,14 +136,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def patient_with_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient_with_objects(monkeypatch):
     """Buckets of this process wait as long for an object store."""
     for name, seconds in (("_BEGIN_S", DEADLINE_S), ("_ANSWER_S", int(DEADLINE_S))):
         monkeypatch.setattr(f"kvtier.extensions.objects.bucket.{name}", seconds)
 
 
 @pytest.fixture(autouse=True)
-def _kvtier_logs_as_before() -> Iterator[None]:
+def _kvtier_logs_as_before():
     """A connector made in a test's process sends kvtier's lines where vLLM's go, and a suite of
     trust is quiet. Each test reads them by caplog."""
     _read_by_caplog()
@@ -154,7 +151,7 @@ def _kvtier_logs_as_before() -> Iterator[None]:
     _read_by_caplog()
 
 
-def _read_by_caplog() -> None:
+def _read_by_caplog():
     """Whatever a library or a suite did to logging in this process, at whichever logger."""
     logging.disable(logging.NOTSET)
     logging.getLogger().setLevel(logging.WARNING)

@@ -1,12 +1,10 @@
 """Descriptors of this process, for tests of what leaves none open."""
 
-from __future__ import annotations
-
 import gc
 import os
 
 
-def descriptors() -> int:
+def descriptors():
     """How many are open. Those of objects that earlier tests forgot are closed first, or they would
     be closed at any time from here on."""
     gc.collect()

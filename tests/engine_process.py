@@ -9,8 +9,6 @@ save, ``c`` commit.
 slots for ever, and does not come to an end. It prints the worker's process id once that writes.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -18,11 +16,9 @@ import subprocess
 import sys
 import time
 
-from kvtier.api import KVStore
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
-from kvtier.core.chunk import ChunkKey
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import LAYOUT, SLOT, run
@@ -31,7 +27,7 @@ PROMPTS, LONGEST = 12, 6
 _SLOW_S = 0.2
 
 
-def client_at(path: str, timeout_s: float = _SLOW_S) -> Client:
+def client_at(path, timeout_s=_SLOW_S):
     access = ServerAccess(
         Address(path, "", 0),
         hello(LAYOUT.fingerprint, LAYOUT.chunk_bytes, stream=False, client="engine"),
@@ -39,17 +35,17 @@ def client_at(path: str, timeout_s: float = _SLOW_S) -> Client:
     return Client(access, timeout_s)
 
 
-def attached_at(path: str) -> Client:
+def attached_at(path):
     client = client_at(path, DEADLINE_S)
     wait_for(lambda: client.pool is not None, "attached")
     return client
 
 
-def say(letter: bytes) -> None:
+def say(letter):
     os.write(1, letter)
 
 
-def churn(client: KVStore, seed: int) -> None:
+def churn(client, seed):
     draw = random.Random(seed)
     going = [True]
     signal.signal(signal.SIGTERM, lambda *_: going.clear())
@@ -62,7 +58,7 @@ def churn(client: KVStore, seed: int) -> None:
     client.close()
 
 
-def load_some(client: KVStore, keys: list[ChunkKey]) -> None:
+def load_some(client, keys):
     with client.load(keys) as lease:
         until = time.monotonic() + _SLOW_S
         while lease.poll().coming and time.monotonic() < until:
@@ -74,7 +70,7 @@ def load_some(client: KVStore, keys: list[ChunkKey]) -> None:
                 sys.exit(3)
 
 
-def save_some(client: KVStore, keys: list[ChunkKey]) -> None:
+def save_some(client, keys):
     with client.save(keys) as lease:
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:] = b"\xdd" * SLOT
@@ -85,7 +81,7 @@ def save_some(client: KVStore, keys: list[ChunkKey]) -> None:
             say(b"c")
 
 
-def hold(client: Client) -> None:
+def hold(client):
     lease = client.save(run(1000, 4))
     pool = client.pool
     assert pool is not None
@@ -96,7 +92,7 @@ def hold(client: Client) -> None:
     signal.pause()
 
 
-def worker(path: str, witness_path: str, slots: int, *mine: int) -> None:
+def worker(path, witness_path, slots, *mine):
     pool = SharedPool.join(path, witness_path, slots, SLOT)
     rubbish = b"\xee" * SLOT
     told = False

@@ -1,8 +1,6 @@
 """The Python that runs the engines of tests: this one, or the one that ``TEST_ENGINE_PYTHON``
 names, which has another vLLM (``make test-lmi``)."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -31,20 +29,20 @@ print(next(one.version for one in distributions() if one.metadata["Name"] in ("v
 """
 
 
-def engine_python() -> str:
+def engine_python():
     """Path of the interpreter. Its environment's programs lie beside it."""
     return str(Path(os.environ.get("TEST_ENGINE_PYTHON") or sys.executable).absolute())
 
 
 @functools.cache
-def engine_vllm() -> str:
+def engine_vllm():
     """Version of the vLLM that this interpreter imports."""
     return subprocess.run(
         [engine_python(), "-c", _VERSION], capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
 
 
-def skip_if_broken(feature: str) -> None:
+def skip_if_broken(feature):
     """Skips the test where the vLLM of engines cannot do it, whether kvtier is there or not
     (:data:`BROKEN`)."""
     version = engine_vllm().partition("+")[0]

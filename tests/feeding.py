@@ -1,16 +1,11 @@
 """The messages in bytes that a test has."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import TypeVar
-
-from kvtier.protocol.inbox import Inbox
 
 T = TypeVar("T")
 
 
-def feed(inbox: Inbox[T], data: bytes | memoryview) -> Iterator[T]:
+def feed(inbox, data):
     """The messages that ``data`` completes."""
     rest = memoryview(data)
     while rest:

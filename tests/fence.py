@@ -1,10 +1,7 @@
 """A small machine on this one, for programs that size themselves by what they find."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +17,7 @@ PLACES = ("/var/tmp", "/tmp")
 
 
 @contextmanager
-def ext4(point: Path, size: int) -> Iterator[Path]:
+def ext4(point, size):
     """A real disk of so many bytes, which takes of this one only what is written. Skips the test
     where none can be made."""
     image = point.with_name(f"{point.name}.image")
@@ -36,14 +33,14 @@ def ext4(point: Path, size: int) -> Iterator[Path]:
     image.unlink()
 
 
-def require_free(memory: int) -> None:
+def require_free(memory):
     """Skip the test on a machine that has not so much memory to give now."""
     if not ram_room().now(memory):
         pytest.skip(f"less than {memory >> 30} GiB of memory are free")
 
 
 @contextmanager
-def fence(tmp_path: Path, memory: int, disk_bytes: int) -> Iterator[tuple[Path, str]]:
+def fence(tmp_path, memory, disk_bytes):
     """A machine of so many bytes: a real memory cgroup, and a real ext4 where disks are looked for.
 
     Gives the disk, which a process inside sees as ``/tmp``, and the shell words that put a process

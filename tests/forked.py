@@ -1,16 +1,13 @@
 """Processes forked from one that has imported kvtier. A start takes a hundredth of a second. A
 Python of its own takes a second."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
-from kvtier.core.chunk import ChunkKey
 from tests.child_process import DEADLINE_S
 
 FORK = multiprocessing.get_context("forkserver")
@@ -32,25 +29,25 @@ class Forked:
     """The part of ``subprocess.Popen`` that :class:`tests.child_process.ChildProcess` uses, for a
     function."""
 
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+    def __init__(self, target, *arguments):
         self._process = FORK.Process(target=target, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._process.exitcode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         os.kill(self.pid, number)
 
-    def terminate(self) -> None:
+    def terminate(self):
         self._process.terminate()
 
-    def kill(self) -> None:
+    def kill(self):
         self._process.kill()
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
@@ -62,9 +59,7 @@ READ_S = 0.003
 """Of a slow disk: chunks of the tests' size come one after the other, as large ones do."""
 
 
-def serve(
-    environment: Mapping[str, str], words: Sequence[str], log: str, changes: Sequence[Change]
-) -> None:
+def serve(environment, words, log, changes):
     """``kvtier`` with these words, which prints into ``log``, after these ``changes`` to it."""
     from kvtier.cli.main import main
 
@@ -78,7 +73,7 @@ def serve(
     sys.exit(main(words))
 
 
-def be_patient() -> None:
+def be_patient():
     """Bounds in time that no busy host reaches, for tests that are about something else: of clients
     that say nothing, and of calls of Redis and of an object store."""
     from kvtier.admin import http, places
@@ -95,12 +90,12 @@ def be_patient() -> None:
     bounds["timeout_s"] = DEADLINE_S
 
 
-def slow_down() -> None:
+def slow_down():
     from kvtier.tiers.nvme.tier import NvmeTier
 
     read = NvmeTier.read
 
-    def slow(self: NvmeTier, key: ChunkKey, into: memoryview) -> bool:
+    def slow(self, key, into):
         time.sleep(READ_S)
         return read(self, key, into)
 

@@ -1,13 +1,10 @@
 """Huge pages for tests: what the machine gives, reserved for as long as a test needs them."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,19 +18,19 @@ SLOT = 7 << 20
 """The size of a real chunk: it begins and ends in the middle of a huge page as often as not."""
 
 
-def meminfo(name: str) -> int:
+def meminfo(name):
     """A count, or kilobytes."""
     found = re.search(rf"^{name}: +(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
-def free_pages() -> int:
+def free_pages():
     """Reserved huge pages that nobody has, nor was promised."""
     return meminfo("HugePages_Free") - meminfo("HugePages_Rsvd")
 
 
 @contextmanager
-def reserved_pages(count: int) -> Iterator[None]:
+def reserved_pages(count):
     """The machine has exactly so many free, for one test run at a time. Skips the test where they
     cannot be had."""
     with (Path(tempfile.gettempdir()) / "kvtier-test-huge-pages").open("w") as lock:
@@ -43,7 +40,7 @@ def reserved_pages(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _reserved(count: int) -> Iterator[None]:
+def _reserved(count):
     before = int(_RESERVED.read_text()) if _RESERVED.exists() else 0
     try:
         used = before - free_pages()
@@ -58,7 +55,7 @@ def _reserved(count: int) -> Iterator[None]:
         _RESERVED.write_text(str(before))
 
 
-def populated(slots: int, *, slot_bytes: int = SLOT) -> Pool:
+def populated(slots, *, slot_bytes=SLOT):
     """A pool of ordinary memory in huge pages. Skips the test where the kernel makes none."""
     pool = Pool(slots, slot_bytes)
     pool.populate(0, slots)
@@ -68,11 +65,11 @@ def populated(slots: int, *, slot_bytes: int = SLOT) -> Pool:
     return pool
 
 
-def address(view: memoryview) -> int:
+def address(view):
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def huge_kilobytes(view: memoryview) -> int:
+def huge_kilobytes(view):
     """How much of the mapping that ``view`` begins is mapped as huge pages, as the kernel tells
     it."""
     for mapping in re.split(

@@ -1,21 +1,17 @@
 """A server on the test's own loop: nothing is served while the test does not wait."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvtier.client.connect import Address
 from kvtier.server.listening.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
-from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S
 from tests.server_process import short_folder
 
 
 @asynccontextmanager
-async def served(store: Store) -> AsyncIterator[Server]:
+async def served(store):
     with short_folder() as folder:
         tcp = Address("", "127.0.0.1", 0)
         listeners = [
@@ -29,7 +25,7 @@ async def served(store: Store) -> AsyncIterator[Server]:
         assert await server.stop()
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition):
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - of the server's state, which has no event
             await asyncio.sleep(0)

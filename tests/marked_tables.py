@@ -1,11 +1,9 @@
 """Tables of pages that stand between marks, as tests read them."""
 
-from __future__ import annotations
-
 from tests.conftest import ROOT
 
 
-def rows(page: str, name: str) -> list[list[str]]:
+def rows(page, name):
     """The cells of each row between ``<!-- begin NAME -->`` and its end, without the head.
     ``page``: its path in the project."""
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from obstore.store import MemoryStore, from_url
 
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.child import BucketCalls
 from kvtier.extensions.objects.url import parse
-from kvtier.tiers.away.library_process import Ask, LibraryError
+from kvtier.tiers.away.library_process import LibraryError
 from tests.s3_server import URL
 
 if TYPE_CHECKING:
@@ -26,22 +25,22 @@ class _InProcess:
     """As far as a bucket sees it, a
     :class:`kvtier.tiers.away.library_process.LibraryProcess`."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store):
         self._store = store
 
     @contextmanager
-    def seat(self) -> Iterator[tuple[Ask, memoryview]]:
+    def seat(self):
         memory = mmap.mmap(-1, _ROOM)
         calls = BucketCalls(self._store, memory, _ROOM)
         yield partial(self._asked, calls), memoryview(memory)
 
-    def _asked(self, calls: BucketCalls, what: str, *asked: object) -> Any:
+    def _asked(self, calls, what, *asked):
         try:
             return getattr(calls, what)(0, *asked)
         except Exception as error:
             raise LibraryError("it fails", type(error).__name__, str(error)) from error
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
@@ -49,13 +48,13 @@ class MemoryBucket(Bucket):
     """A bucket in this process's memory. Several may have one ``store``, as several hosts have one
     bucket."""
 
-    def __init__(self, store: Any = None) -> None:
+    def __init__(self, store=None):
         self.url = parse(URL)
         self.label = self.url.label
         self._library = _InProcess(store or MemoryStore())  # type: ignore[assignment]
 
 
-def beside(timeout: str = "30s") -> Bucket:
+def beside(timeout="30s"):
     """The bucket that the environment has, to look behind a tier's back."""
     options: ClientConfig = {"allow_http": True, "timeout": timeout}
     retries: RetryConfig = {"max_retries": 0}

@@ -1,9 +1,6 @@
 """A real memory cgroup for tests."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,7 +10,7 @@ _PLACES = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup"
 
 
 @contextmanager
-def memory_cgroup(limit: int, *, inner: bool = True) -> Iterator[Path]:
+def memory_cgroup(limit, *, inner=True):
     """An inner group of one that is limited to so many bytes, or that one. A process enters it
     through its ``cgroup.procs``. Skips the test where none can be made."""
     place, name = next((one for one in _PLACES if (Path(one[0]) / one[1]).exists()), _PLACES[1])
@@ -34,5 +31,5 @@ def memory_cgroup(limit: int, *, inner: bool = True) -> Iterator[Path]:
         yield group
 
 
-def entering(group: Path, command: list[str]) -> list[str]:
+def entering(group, command):
     return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]

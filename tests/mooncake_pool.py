@@ -1,12 +1,9 @@
 """A real Mooncake for tests, over TCP on free ports: its master, and a process that owns the pool,
 so that the pool outlives engines."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,7 +14,6 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
 from kvtier.tiers.away.object_layout import ObjectForm
 from tests.child_process import ChildProcess
-from tests.clock import Clock
 from tests.conftest import ROOT
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 
@@ -27,7 +23,7 @@ CALLS = 4
 
 
 @cache
-def programs() -> Path:
+def programs():
     places = sorted(ROOT.glob(".venv-peers/mooncake-*/ready"))
     if not places:
         pytest.skip("Mooncake is not installed (make peers)")
@@ -40,23 +36,23 @@ def programs() -> Path:
     return folder
 
 
-def python() -> str:
+def python():
     return str(programs() / "python")
 
 
 class Listener(ChildProcess):
     """A program of Mooncake's that listens on ``port``."""
 
-    def __init__(self, port: int, *arguments: str) -> None:
+    def __init__(self, port, *arguments):
         super().__init__(Path(os.devnull))
         self.port = port
         name, *rest = arguments
         self._arguments = [str(programs() / name), *rest]
 
-    def command(self) -> list[str]:
+    def command(self):
         return self._arguments
 
-    def answers(self) -> bool:
+    def answers(self):
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
@@ -64,7 +60,7 @@ class Listener(ChildProcess):
 class Mooncake:
     """``master`` and ``pool`` can be stopped, paused and started one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         port, pool = free_port(), free_port()
         self.address = f"127.0.0.1:{port}"
         self.url = f"mooncake://{self.address}?bytes=64MiB"
@@ -86,25 +82,18 @@ class Mooncake:
             f"--global_segment_size={POOL_MB} MB",
         )
 
-    def tier(
-        self,
-        form: ObjectForm = FORM,
-        *,
-        url: str | None = None,
-        size: int = CHUNK_BYTES,
-        clock: Clock | None = None,
-    ) -> MooncakeTier:
+    def tier(self, form=FORM, *, url=None, size=CHUNK_BYTES, clock=None):
         store = MooncakeStore(url or self.url, size, CALLS, python())
         return MooncakeTier(store, form, size, *([] if clock is None else [clock]))
 
     @contextmanager
-    def master_alone(self) -> Iterator[Mooncake]:
+    def master_alone(self):
         with self.master:
             yield self
 
 
 @contextmanager
-def mooncake() -> Iterator[Mooncake]:
+def mooncake():
     here = Mooncake()
     with here.master, here.pool:
         yield here

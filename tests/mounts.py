@@ -1,17 +1,13 @@
 """Real file systems for tests."""
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 
 @contextmanager
-def mounted(point: Path, *arguments: str) -> Iterator[Path]:
+def mounted(point, *arguments):
     """``mount ARGUMENTS POINT`` until the end of the block. Skips the test where that is not
     allowed."""
     point.mkdir()

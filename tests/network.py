@@ -1,11 +1,9 @@
 """Two network namespaces that stand for two hosts, with a cable between them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -25,10 +23,10 @@ class Network:
     """Of processes that live in their namespaces."""
 
     @property
-    def is_loopback(self) -> bool:
+    def is_loopback(self):
         return not self.pids
 
-    def on(self, host: int) -> list[str]:
+    def on(self, host):
         """The words before a command that runs on this host."""
         return ["nsenter", f"--net=/proc/{self.pids[host]}/ns/net"] if self.pids else []
 
@@ -39,7 +37,7 @@ ON_LOOPBACK = "both hosts are on loopback"
 
 
 @contextmanager
-def two_hosts() -> Iterator[Network]:
+def two_hosts():
     """Their network until the end of the block. Where this process may not make one it is loopback,
     and a warning says so. The test is skipped where there is no ``ip``."""
     if shutil.which("ip") is None:
@@ -54,7 +52,7 @@ def two_hosts() -> Iterator[Network]:
         yield made
 
 
-def _made(stack: ExitStack) -> Network:
+def _made(stack):
     """Raises SubprocessError where the kernel does not allow it."""
     pids = [_namespace(stack) for _ in _ADDRESSES]
     network = Network(_ADDRESSES, "cable", pids)
@@ -68,7 +66,7 @@ def _made(stack: ExitStack) -> Network:
     return network
 
 
-def _namespace(stack: ExitStack) -> int:
+def _namespace(stack):
     """A new one's process, which ends with its standard input."""
     words = ["unshare", "--net", "sh", "-c", "echo made; exec cat"]
     pipe = subprocess.PIPE
@@ -80,5 +78,5 @@ def _namespace(stack: ExitStack) -> int:
     return process.pid
 
 
-def _run(words: Sequence[str]) -> None:
+def _run(words):
     subprocess.run(words, check=True, capture_output=True, text=True)

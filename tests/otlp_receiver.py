@@ -1,9 +1,6 @@
 """A receiver of OpenTelemetry traces for tests: OTLP over HTTP, on loopback."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,26 +19,26 @@ HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 class Received:
     """``url``: what ``--otlp-traces-endpoint`` is given."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url = url
         self._spans: list[Any] = []
 
-    def add(self, body: bytes) -> None:
+    def add(self, body):
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
                 self._spans += scope.spans
 
-    def named(self, name: str) -> list[Any]:
+    def named(self, name):
         """Spans of this name, in the order in which they ended."""
         found = [span for span in self._spans if span.name == name]
         return sorted(found, key=lambda span: span.end_time_unix_nano)
 
 
-def attributes(span: Any) -> dict[str, Any]:
+def attributes(span):
     return {one.key: _plain(one.value) for one in span.attributes}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value):
     kind = value.WhichOneof("value")
     if kind == "array_value":
         return [_plain(one) for one in value.array_value.values]
@@ -49,9 +46,9 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def receiving() -> Iterator[Received]:
+def receiving():
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             received.add(self.rfile.read(int(self.headers["Content-Length"])))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)
@@ -60,7 +57,7 @@ def receiving() -> Iterator[Received]:
             self.end_headers()
             self.wfile.write(answer)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             """Tests print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

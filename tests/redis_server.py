@@ -1,15 +1,11 @@
 """A real redis-server for tests, on a free port and a Unix socket."""
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
 
 import redis
 
@@ -30,7 +26,7 @@ class RedisServer(ChildProcess):
     """One redis-server without persistence: every start is an empty one. ``tls``: its TCP port has
     TLS, with ``certificate``. ``settings``: more of its configuration, as ``maxmemory="10mb"``."""
 
-    def __init__(self, *, tls: bool = False, **settings: str | int) -> None:
+    def __init__(self, *, tls=False, **settings):
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-redis-")
         self.folder = Path(self._folder.name)
         super().__init__(self.folder / "log")
@@ -61,48 +57,41 @@ class RedisServer(ChildProcess):
         self._tiers: list[RedisTier] = []
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"redis://127.0.0.1:{self.port}"
 
-    def command(self) -> list[str]:
+    def command(self):
         given = [(f"--{name}", str(value)) for name, value in self.settings.items()]
         return ["redis-server", *(word for pair in given for word in pair)]
 
-    def answers(self) -> bool:
+    def answers(self):
         return "eady to accept connections" in self.said()
 
-    def start(self) -> None:
+    def start(self):
         """Start it, empty, and wait until it serves."""
         self.log.unlink(missing_ok=True)
         super().start()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         try:
             return super().__enter__()
         except BaseException:
             self._folder.cleanup()
             raise
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for tier in self._tiers:
             tier.close()
         super().__exit__()
         self._folder.cleanup()
 
     @contextmanager
-    def admin(self) -> Iterator[Any]:
+    def admin(self):
         """A plain redis.Redis over the Unix socket, which shows what the tier has stored."""
         with redis.Redis(unix_socket_path=str(self.path)) as client:
             yield client
 
-    def tier(
-        self,
-        url: str = "",
-        *,
-        capacity: int = 64,
-        ttl_s: float | None = None,
-        clock: Clock | None = None,
-    ) -> RedisTier:
+    def tier(self, url="", *, capacity=64, ttl_s=None, clock=None):
         """A tier of small chunks, three parts each. ``clock`` is for fault tests."""
         servers = RedisServers(url or self.url, connections=4, timeout_s=DEADLINE_S)
         bytes_ = capacity * FORM.room(CHUNK_BYTES)
@@ -113,7 +102,7 @@ class RedisServer(ChildProcess):
 
 
 @contextmanager
-def impatient(servers: RedisServers, timeout_s: float) -> Iterator[None]:
+def impatient(servers, timeout_s):
     """Calls have this time for as long as the context lasts, in which a server hangs. Before and
     after it they have more than a busy host needs."""
     factory = servers._factory
@@ -125,13 +114,13 @@ def impatient(servers: RedisServers, timeout_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def hanging(server: RedisServer, tier: RedisTier, timeout_s: float = 0.2) -> Iterator[None]:
+def hanging(server, tier, timeout_s=0.2):
     """The server is paused, and the tier's calls end soon."""
     with impatient(tier._servers, timeout_s), server.paused():
         yield
 
 
-def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
+def make_certificate(folder, name):
     """A self-signed certificate for 127.0.0.1, which is its own authority, and its key."""
     certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
@@ -142,7 +131,7 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @contextmanager
-def redis_cluster(nodes: int = 3, **settings: str) -> Iterator[list[RedisServer]]:
+def redis_cluster(nodes=3, **settings):
     """A Redis Cluster of primaries that share the slots. ``settings``: more of every node's
     configuration."""
     with ExitStack() as stack:
@@ -168,12 +157,12 @@ def redis_cluster(nodes: int = 3, **settings: str) -> Iterator[list[RedisServer]
         yield servers
 
 
-def cluster_url(servers: Sequence[RedisServer]) -> str:
+def cluster_url(servers):
     return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
 
 
 @contextmanager
-def redis_sentinel(primary: RedisServer, service: str) -> Iterator[int]:
+def redis_sentinel(primary, service):
     """The port of a Sentinel that watches ``primary`` and its replicas, and alone decides on a
     failover."""
     port = free_port()

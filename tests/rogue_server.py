@@ -6,15 +6,13 @@ user.
 anybody can shorten. With TOKEN it proves that it has that token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +29,7 @@ Script = Callable[[socket.socket], None]
 
 
 @contextmanager
-def rogue(where: Path | None, script: Script) -> Iterator[Address]:
+def rogue(where, script):
     """Runs ``script`` with each client of a Unix socket, or of a port of loopback, until the end of
     the context."""
     listener = (
@@ -42,11 +40,11 @@ def rogue(where: Path | None, script: Script) -> Iterator[Address]:
         listener.bind(str(where))
         listener.listen()
 
-    def one(client: socket.socket) -> None:
+    def one(client):
         with client, contextlib.suppress(OSError):
             script(client)
 
-    def serve() -> None:
+    def serve():
         with contextlib.suppress(OSError):
             while True:
                 clients.append(listener.accept()[0])
@@ -69,7 +67,7 @@ def rogue(where: Path | None, script: Script) -> Iterator[Address]:
                 client.shutdown(socket.SHUT_RDWR)
 
 
-def hear(client: socket.socket, inbox: Inbox[wire.Message]) -> wire.Message:
+def hear(client, inbox):
     """The next message. Raises ConnectionResetError when there is none any more."""
     while (message := inbox.next()) is None:
         count = client.recv_into(inbox.room())
@@ -79,13 +77,7 @@ def hear(client: socket.socket, inbox: Inbox[wire.Message]) -> wire.Message:
     return message
 
 
-def greet(
-    client: socket.socket,
-    pool: Pool | None = None,
-    *,
-    fd: int | None = None,
-    token: bytes | None = None,
-) -> None:
+def greet(client, pool=None, *, fd=None, token=None):
     """Lets a client in, as a server does. ``pool``: what it may map, ``fd`` instead of its
     descriptor."""
     challenge = wire.Challenge(wire.VERSION, os.urandom(32))
@@ -103,7 +95,7 @@ def greet(
     os.close(ours)
 
 
-def unsealed() -> int:
+def unsealed():
     """A region as large as that of a pool, which anybody can shorten."""
     fd = os.memfd_create("rogue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SLOTS * SLOT + 4096)
@@ -111,9 +103,7 @@ def unsealed() -> int:
 
 
 @contextmanager
-def rogue_process(
-    mode: str, where: Path, uid: int = 0, token: bytes | None = None
-) -> Iterator[None]:
+def rogue_process(mode, where, uid=0, token=None):
     """One in a process of its own, of user ``uid``."""
     words = [mode, str(where), str(uid), *([token.decode()] if token is not None else [])]
     command = [sys.executable, "-m", "tests.rogue_server", *words]
@@ -126,13 +116,13 @@ def rogue_process(
             process.kill()
 
 
-def main(mode: str, where: str, uid: int, token: bytes | None) -> None:
+def main(mode, where, uid, token):
     os.setgid(uid)
     os.setuid(uid)
     pool = Pool(SLOTS, SLOT)
     fd = unsealed() if mode == "unsealed" else None
 
-    def script(client: socket.socket) -> None:
+    def script(client):
         greet(client, pool, fd=fd, token=token)
         inbox: Inbox[wire.Message] = Inbox(wire.Question)
         while True:

@@ -4,8 +4,6 @@
 name in ``tests/unit``, and what :data:`BESIDE` names.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -42,7 +40,7 @@ FOLDERS = ("contract", "fault", "packaging", "property")
 """Rooms of their own: tests of several rooms."""
 
 
-def rooms() -> dict[str, list[Path]]:
+def rooms():
     """Room -> the files and folders of its tests."""
     unit = TESTS / "unit"
     found = {path.parent for path in unit.rglob("test_*.py")}
@@ -54,7 +52,7 @@ def rooms() -> dict[str, list[Path]]:
     return dict(sorted((every | {name: [TESTS / name] for name in FOLDERS}).items()))
 
 
-def main(argv: list[str]) -> int | str:
+def main(argv):
     every, room = rooms(), argv[0].strip("/") if argv else ""
     if room not in every:
         given = f"ROOM={room} is no room" if room else "ROOM is not given"

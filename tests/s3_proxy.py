@@ -1,15 +1,11 @@
 """A proxy before a real S3 server, which does to requests and answers what a test tells it."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from tests.s3_server import S3Server
+from typing import NamedTuple
 
 _NOT_PASSED = ("connection", "content-length", "date", "host", "server", "transfer-encoding")
 
@@ -32,7 +28,7 @@ Change = Callable[[str, str, Answer], Answer]
 class S3Proxy:
     """Use as a context manager. ``seen`` has method and path of every request."""
 
-    def __init__(self, server: S3Server) -> None:
+    def __init__(self, server):
         self._server = server
         self.refuse: Refuse = lambda *_: None
         self.change: Change = lambda *told: told[2]
@@ -40,14 +36,14 @@ class S3Proxy:
         self.over = threading.Event()
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         port = self._listens.server_port
         return self._server.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
 
-    def well(self) -> None:
+    def well(self):
         self.__init__(self._server)  # type: ignore[misc]
 
-    def __enter__(self) -> S3Proxy:
+    def __enter__(self):
         proxy = self
 
         class Passage(_Passage):
@@ -58,13 +54,13 @@ class S3Proxy:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.over.set()
         self._listens.shutdown()
         self._listens.server_close()
         self._thread.join()
 
-    def passed(self, method: str, path: str, headers: Any, body: bytes) -> Answer:
+    def passed(self, method, path, headers, body):
         kept = {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED}
         kept.setdefault("Content-Type", "application/octet-stream")  # else urllib says: a form
         data = body if method in ("PUT", "POST") else None
@@ -80,14 +76,14 @@ class S3Proxy:
 class _Quiet(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
-    def handle_error(self, *_: object) -> None:
+    def handle_error(self, *_):
         """A client that has gone is no news."""
 
 
 class _Passage(http.server.BaseHTTPRequestHandler):
     of: S3Proxy
 
-    def _go(self) -> None:
+    def _go(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         told = self.command, self.path
         self.of.seen.append(told)
@@ -104,7 +100,7 @@ class _Passage(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self._send(answer)
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer):
         if answer.pieces is None:
             self.wfile.write(answer.body)
             return
@@ -118,5 +114,5 @@ class _Passage(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _go  # noqa: N815
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass

@@ -1,10 +1,8 @@
 """A server on a real socket that answers each of Redis's commands with what a test says."""
 
-from __future__ import annotations
-
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 
 Answer = bytes | Callable[[socket.socket], None]
@@ -23,13 +21,13 @@ WELL: dict[bytes, bytes] = {
 
 
 @contextmanager
-def scripted(answers: dict[bytes, Answer]) -> Iterator[int]:
+def scripted(answers):
     """The port of a server that answers as in ``answers``, else as a Redis that holds nothing."""
     listener = socket.create_server(("127.0.0.1", 0))
     clients: list[socket.socket] = []
     threads: list[threading.Thread] = []
 
-    def serve(client: socket.socket) -> None:
+    def serve(client):
         with closing(client):
             try:
                 while asked := client.recv(1 << 16):
@@ -42,7 +40,7 @@ def scripted(answers: dict[bytes, Answer]) -> Iterator[int]:
             except OSError:
                 return
 
-    def accept() -> None:
+    def accept():
         while True:
             try:
                 client, _ = listener.accept()
@@ -69,7 +67,7 @@ def scripted(answers: dict[bytes, Answer]) -> Iterator[int]:
             thread.join()
 
 
-def words(asked: bytes) -> list[bytes]:
+def words(asked):
     lines = asked.split(b"\r\n")
     return [
         lines[at + 2]
@@ -78,12 +76,12 @@ def words(asked: bytes) -> list[bytes]:
     ]
 
 
-def bulk(text: bytes | str) -> bytes:
+def bulk(text):
     told = text.encode() if isinstance(text, str) else text
     return b"$%d\r\n%s\r\n" % (len(told), told)
 
 
-def cluster_slots(*ports: int) -> bytes:
+def cluster_slots(*ports):
     """The reply to CLUSTER SLOTS of nodes on this host that share the slots evenly, in this
     order."""
     size = 16384 // len(ports)
@@ -99,5 +97,5 @@ def cluster_slots(*ports: int) -> bytes:
     return b"*%d\r\n" % len(ports) + lines
 
 
-def primary(port: int) -> bytes:
+def primary(port):
     return b"*2\r\n" + bulk("127.0.0.1") + bulk(str(port))

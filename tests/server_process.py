@@ -1,21 +1,15 @@
 """A real kvtier server for tests, and what an engine does with it."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from kvtier.api import KVStore
 from kvtier.bench.processes.companion import listens
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
-from kvtier.client.heard import Heard
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, ChildProcess, wait_for
 from tests.command import bare, ran
@@ -38,14 +32,14 @@ class ServerProcess(ChildProcess):
 
     def __init__(
         self,
-        folder: Path,
-        *listen: str,
-        flags: Sequence[str] = (),
-        patient: bool = False,
-        slow_disk: bool = False,
-        own_python: bool = False,
-        **settings: object,
-    ) -> None:
+        folder,
+        *listen,
+        flags=(),
+        patient=False,
+        slow_disk=False,
+        own_python=False,
+        **settings,
+    ):
         self.socket = folder / "run" / "kvtier.sock"
         self.address = Address(str(self.socket), "", 0)
         addresses = [*listen, f"unix://{self.socket}"]
@@ -60,24 +54,24 @@ class ServerProcess(ChildProcess):
             env[f"KVTIER_{name.upper()}"] = f"{value}B" if exact else str(value)
         super().__init__(folder / "server.log", env)
 
-    def command(self) -> list[str]:
+    def command(self):
         return self._command
 
-    def answers(self) -> bool:
+    def answers(self):
         return listens(self.socket)
 
-    def _spawn(self) -> Any:
+    def _spawn(self):
         if self._own_python:
             return super()._spawn()
         return Forked(serve, self._env, self._command[3:], str(self.log), self._changes)
 
-    def refusal(self) -> str:
+    def refusal(self):
         """Start one that cannot start. What it says."""
         done = ran(self._command, self._env)
         assert done.returncode == 2, done
         return done.stderr
 
-    def access(self, layout: ChunkLayout = LAYOUT, namespace: str = "") -> ServerAccess:
+    def access(self, layout=LAYOUT, namespace=""):
         own = hello(
             layout.fingerprint, layout.chunk_bytes, stream=False, namespace=namespace, client="test"
         )
@@ -85,7 +79,7 @@ class ServerProcess(ChildProcess):
 
 
 @contextmanager
-def attached(access: ServerAccess, *, later: bool = False) -> Iterator[Client]:
+def attached(access, *, later=False):
     """A client, which waits longer than an engine does, because tests share the machine. ``later``:
     there is no server yet, or it has no room."""
     client = Client(access, DEADLINE_S)
@@ -98,25 +92,25 @@ def attached(access: ServerAccess, *, later: bool = False) -> Iterator[Client]:
 
 
 @contextmanager
-def short_folder() -> Iterator[Path]:
+def short_folder():
     """A folder whose name leaves room for a socket (108 bytes)."""
     with tempfile.TemporaryDirectory(prefix="kvt") as folder:
         yield Path(folder)
 
 
 @contextmanager
-def serving(*listen: str, **settings: Any) -> Iterator[ServerProcess]:
+def serving(*listen, **settings):
     """A server in a folder of its own. ``settings``: see :class:`ServerProcess`."""
     with short_folder() as folder, ServerProcess(folder, *listen, **settings) as server:
         yield server
 
 
-def run(prompt: int, length: int, layout: ChunkLayout = LAYOUT) -> list[ChunkKey]:
+def run(prompt, length, layout=LAYOUT):
     """The keys of a prompt. Each ``prompt`` has its own."""
     return layout.keys([prompt, *range(length - 1)])
 
 
-def save(cache: KVStore, keys: Sequence[ChunkKey]) -> int:
+def save(cache, keys):
     """Save a run. Returns how many chunks were new. Every client of the server finds them from
     here on."""
     with cache.save(keys) as lease:
@@ -128,7 +122,7 @@ def save(cache: KVStore, keys: Sequence[ChunkKey]) -> int:
     return saved
 
 
-def load(cache: KVStore, keys: Sequence[ChunkKey]) -> list[str]:
+def load(cache, keys):
     """Load what can be had of a run and compare every byte. Returns where the chunks came from."""
     with cache.load(keys) as lease:
         wait_for(lambda: lease.poll().coming == 0, "nothing is coming any more")
@@ -137,11 +131,11 @@ def load(cache: KVStore, keys: Sequence[ChunkKey]) -> list[str]:
         return lease.sources
 
 
-def at_rest(cache: KVStore) -> None:
+def at_rest(cache):
     """Wait until the store, or a client's server, is idle: nothing waits to be written either. Its
     rules must hold all the time."""
 
-    def idle() -> bool:
+    def idle():
         cache.check()
         try:
             cache.check(idle=True)
@@ -154,12 +148,12 @@ def at_rest(cache: KVStore) -> None:
     wait_for(idle, "it is at rest")
 
 
-def told_all(watched: Heard, hear: Callable[[], object]) -> None:
+def told_all(watched, hear):
     """Call ``hear`` until a server at rest has told everything: it has answered a question that was
     asked from now on, there is no more, and all announcements are sent."""
     begun, asked_at = time.monotonic(), 0.0
 
-    def told() -> bool:
+    def told():
         nonlocal asked_at
         hear()
         if asked_at <= begun:

@@ -1,12 +1,9 @@
 """An HTTP server that answers as a vLLM engine does, as far as routers and clients can tell. It
 computes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +14,7 @@ from typing import Any
 class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """A router hangs up on health checks."""
 
 
@@ -34,24 +31,24 @@ class StubEngine:
     _connections: set[socket.socket] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
 
-    def start(self) -> None:
+    def start(self):
         engine = self
 
         class Answers(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def setup(self) -> None:
+            def setup(self):
                 super().setup()
                 with engine._lock:
                     engine._connections.add(self.connection)
 
-            def do_GET(self) -> None:
+            def do_GET(self):
                 if self.path == "/metrics":
                     self._send(b"vllm:num_requests_running 0\n", "text/plain; version=0.0.4")
                     return
                 self._send(json.dumps({"data": [{"id": "stub"}]}).encode(), "application/json")
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 body = json.loads(self._body())
                 if self.path == "/tokenize":
                     tokens = [*map(ord, body["prompt"])]
@@ -78,7 +75,7 @@ class StubEngine:
                 lines = [f"data: {json.dumps(event)}\n\n" for event in events]
                 self._send("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
 
-            def _body(self) -> bytes:
+            def _body(self):
                 if "Content-Length" in self.headers:
                     return self.rfile.read(int(self.headers["Content-Length"]))
                 pieces = list[bytes]()
@@ -88,14 +85,14 @@ class StubEngine:
                 self.rfile.readline()
                 return b"".join(pieces)
 
-            def _send(self, content: bytes, kind: str) -> None:
+            def _send(self, content, kind):
                 self.send_response(200)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
-            def log_message(self, *words: Any) -> None:
+            def log_message(self, *words):
                 """Not on the test's output."""
 
         self._server = _Quiet(("127.0.0.1", self.port), Answers)
@@ -104,7 +101,7 @@ class StubEngine:
             target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         ).start()
 
-    def stop(self) -> None:
+    def stop(self):
         server, self._server = self._server, None
         if server is None:
             return
@@ -118,7 +115,7 @@ class StubEngine:
 
 
 @contextmanager
-def stub_engines(count: int) -> Iterator[list[StubEngine]]:
+def stub_engines(count):
     engines = [StubEngine() for _ in range(count)]
     try:
         for engine in engines:

@@ -10,14 +10,9 @@ counts something of the whole host. Files with such tests come last, when no lon
 which it would wait.
 """
 
-from __future__ import annotations
-
 import fcntl
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 LONGEST = (
     "tests/integration/test_vllm.py",
@@ -48,7 +43,7 @@ WHOLE = (
 DECIDING = ("tests/integration/test_examples.py", "tests/integration/test_server.py")
 
 
-def mark_whole(items: Sequence[pytest.Item]) -> None:
+def mark_whole(items):
     for item in items:
         name = item.nodeid.partition("::")[0]
         is_whole = name.startswith(WHOLE) and name not in DECIDING
@@ -56,11 +51,11 @@ def mark_whole(items: Sequence[pytest.Item]) -> None:
             item.add_marker("whole")
 
 
-def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+def in_order(items):
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     late = {item.path for item in items if item.get_closest_marker("alone")}
 
-    def rank(item: pytest.Item) -> tuple[bool, int]:
+    def rank(item):
         name = item.nodeid.partition("::")[0]
         return item.path in late and name not in ranks, ranks.get(name, len(ranks))
 
@@ -68,7 +63,7 @@ def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 @contextmanager
-def turn(item: pytest.Item) -> Iterator[None]:
+def turn(item):
     """A test's turn on the host, beside other workers' tests or alone. Waits for it."""
     if not hasattr(item.config, "workerinput"):  # one process runs all tests
         yield

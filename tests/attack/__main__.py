@@ -4,16 +4,12 @@ with an honest client beside it; one table.
 Exit status 1 when a promise was broken. What an attack needs and is not there counts as broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 
 from kvtier.core.terminal import table
 from tests.attack.attacks import ATTACKS
-from tests.attack.stage import Attack, Bound, Felt
 from tests.server_process import short_folder
 
 HEADS = (
@@ -28,7 +24,7 @@ HEADS = (
 )
 
 
-def cells(attack: Attack, felt: Felt) -> list[str]:
+def cells(attack, felt):
     return [
         attack.name,
         attack.attacker,
@@ -41,13 +37,13 @@ def cells(attack: Attack, felt: Felt) -> list[str]:
     ]
 
 
-def bound_text(bound: Bound) -> str:
+def bound_text(bound):
     words = (f"{bound.p99_ms:g} ms", f"{bound.lost:g} lost", f"+{bound.grown_mib:g} MiB")
     promised = [text for text in words if "inf" not in text]
     return ", ".join(promised) or "served again within a minute"
 
 
-def main(words: Sequence[str] | None = None, attacks: Sequence[Attack] = ATTACKS) -> int:
+def main(words=None, attacks=ATTACKS):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

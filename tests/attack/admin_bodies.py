@@ -1,7 +1,5 @@
 """Bodies for a server's admin interface, from who has no right to send any."""
 
-from __future__ import annotations
-
 import gzip
 import socket
 import time
@@ -11,12 +9,12 @@ from urllib.parse import urlsplit
 PACKED_BYTES = 200 << 20
 
 
-def bomb() -> bytes:
+def bomb():
     return gzip.compress(bytes(PACKED_BYTES), 9)
 
 
-def gzip_bombs(url: str, body: bytes, *, count: int, path: str = "/healthz", method: str = "GET",
-               seconds: float = 30.0) -> list[int]:  # fmt: skip
+def gzip_bombs(url, body, *, count, path = "/healthz", method = "GET",
+               seconds = 30.0):  # fmt: skip
     """Send the body so often, packed as it says. Returns the statuses of the answers."""
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\n"
@@ -26,7 +24,7 @@ def gzip_bombs(url: str, body: bytes, *, count: int, path: str = "/healthz", met
     return [status for _ in range(count) if (status := answered(url, head + body, seconds))]
 
 
-def endless_bodies(url: str, *, count: int, seconds: float, path: str = "/healthz") -> int:
+def endless_bodies(url, *, count, seconds, path="/healthz"):
     """Chunks of one byte on so many connections, as fast as they are taken. Returns the bytes."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -53,7 +51,7 @@ def endless_bodies(url: str, *, count: int, seconds: float, path: str = "/health
     return sent
 
 
-def malformed_headers(url: str, token: str) -> None:
+def malformed_headers(url, token):
     """Requests whose header line with the token is not HTTP, as ``$(cat token)`` of a file with
     CRLF makes them."""
     for line in (
@@ -67,7 +65,7 @@ def malformed_headers(url: str, token: str) -> None:
         answered(url, f"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\n{line}\r\n".encode(), 5.0)
 
 
-def answered(url: str, request: bytes, seconds: float) -> int | None:
+def answered(url, request, seconds):
     """The status of the answer. None: the connection was closed without one."""
     with _connection(url) as one:
         one.settimeout(seconds)
@@ -82,6 +80,6 @@ def answered(url: str, request: bytes, seconds: float) -> int | None:
     return None
 
 
-def _connection(url: str) -> socket.socket:
+def _connection(url):
     parts = urlsplit(url)
     return socket.create_connection((parts.hostname or "", parts.port or 0), 10.0)

@@ -1,7 +1,5 @@
 """The attacks of the suite, as its table has them: who, what he does, and what it may cost."""
 
-from __future__ import annotations
-
 import gzip
 import resource
 import shutil
@@ -15,11 +13,11 @@ from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hell
 from kvtier.core.errors import KVTierError
 from kvtier.tiers.away.object_layout import room
 from kvtier.tiers.redis.layout import Form
-from tests.admin_server import TOKEN, AdminServer
+from tests.admin_server import TOKEN
 from tests.attack import admin_bodies, bucket, clients, event_streams
 from tests.attack.honest import CHUNKS, PROMPT
 from tests.attack.redis_cluster import slow_cluster
-from tests.attack.stage import MIB, RAM_BYTES, Attack, Bound, Stage, cpu_s
+from tests.attack.stage import MIB, RAM_BYTES, Attack, Bound, cpu_s
 from tests.certificates import make_certificates
 from tests.child_process import most_lines, wait_for
 from tests.redis_server import RedisServer
@@ -31,7 +29,7 @@ _START_S = 60.0
 NO_NVME = {"nvme_path": None, "nvme_bytes": None}
 
 
-def open_port(stage: Stage, **settings: object) -> tuple[AdminServer, int]:
+def open_port(stage, **settings):
     port = free_port()
     return stage.serve(f"tcp://127.0.0.1:{port}", flags=("--insecure",), **settings), port
 
@@ -39,7 +37,7 @@ def open_port(stage: Stage, **settings: object) -> tuple[AdminServer, int]:
 # ---- local users beside an open port -------------------------------------------------------------
 
 
-def packed_bodies(stage: Stage) -> None:
+def packed_bodies(stage):
     server, body = stage.serve(), admin_bodies.bomb()
     begun = time.process_time()
     gzip.decompress(body)
@@ -55,13 +53,13 @@ def packed_bodies(stage: Stage) -> None:
     stage.must(cpu_s(server.pid) - used < 6 * once, "bodies were unpacked")
 
 
-def endless_bodies(stage: Stage) -> None:
+def endless_bodies(stage):
     server = stage.serve()
     with stage.attack(server):
         admin_bodies.endless_bodies(server.url, count=8, seconds=3.0)
 
 
-def token_in_headers(stage: Stage) -> None:
+def token_in_headers(stage):
     server = stage.serve()
     with stage.attack(server):
         for _ in range(5):
@@ -70,7 +68,7 @@ def token_in_headers(stage: Stage) -> None:
     stage.must("kvtier.admin.http" in server.said(), "that there was something is not told")
 
 
-def messages_without_end(stage: Stage) -> None:
+def messages_without_end(stage):
     begun, most = time.monotonic(), 100 * MIB
     events, replay = (f"ipc://{stage.folder}/run/{name}" for name in ("events", "replay"))
     server = stage.serve(server_events=f"{events}?replay={replay}")
@@ -93,7 +91,7 @@ def messages_without_end(stage: Stage) -> None:
 # ---- who has a token -----------------------------------------------------------------------------
 
 
-def long_lookups(stage: Stage) -> None:
+def long_lookups(stage):
     server = stage.serve()
     tokens = [number % 1000 for number in range(MAX_TOKENS)]
     with stage.attack(server):
@@ -102,13 +100,13 @@ def long_lookups(stage: Stage) -> None:
             stage.must(told, "a lookup was not answered")
 
 
-def questions_without_end(stage: Stage) -> None:
+def questions_without_end(stage):
     server = stage.serve()
     with stage.attack(server):
         clients.questions(server.access(), run(1, 2000), sessions=4, seconds=3.0)
 
 
-def streams_that_stop(stage: Stage) -> None:
+def streams_that_stop(stage):
     slots = 128
     server, port = open_port(stage, ram_bytes=slots * SLOT, **NO_NVME)
     with stage.attack(server), clients.half_sent(clients.far(port), run(3, 200)) as got:
@@ -117,12 +115,12 @@ def streams_that_stop(stage: Stage) -> None:
         newcomer_gets_in(stage, server)
 
 
-def newcomer_gets_in(stage: Stage, server: AdminServer) -> None:
+def newcomer_gets_in(stage, server):
     with attached(server.access(OTHER)) as newcomer:
         stage.must(save(newcomer, run(9, 5, OTHER)) == 5, "a newcomer gets no room")
 
 
-def other_sizes(stage: Stage) -> None:
+def other_sizes(stage):
     """Also after a restart, while nobody has come back yet."""
     server, port = open_port(stage, ram_bytes=8 << 20, nvme_bytes=8 << 20)
     stage.visit(server)
@@ -139,7 +137,7 @@ def other_sizes(stage: Stage) -> None:
         clients.greetings(clients.far(port), sizes)
 
 
-def crowd_that_never_greets(stage: Stage, host: str, again: bool) -> None:
+def crowd_that_never_greets(stage, host, again):
     server, port = open_port(stage)
     with stage.attack(server), clients.silent_crowd(port, host, 600, again):
         newcomer_gets_in(stage, server)
@@ -148,7 +146,7 @@ def crowd_that_never_greets(stage: Stage, host: str, again: bool) -> None:
     stage.must("have not said who they are; the oldest was closed" in server.said(), "silence")
 
 
-def workers_without_end(stage: Stage) -> None:
+def workers_without_end(stage):
     """On a host where a server may have 256 descriptors."""
     server, port = open_port(stage)
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (256, 256))
@@ -158,7 +156,7 @@ def workers_without_end(stage: Stage) -> None:
         stage.must(server.ask("GET", "/healthz").status == 200, "the server is not healthy")
 
 
-def handshakes_without_end(stage: Stage) -> None:
+def handshakes_without_end(stage):
     port, token = free_port(), stage.folder / "server_token"
     folder = make_certificates(stage.folder)
     token.write_bytes(b"a secret of more than 16 bytes")
@@ -177,7 +175,7 @@ def handshakes_without_end(stage: Stage) -> None:
 # ---- tenants -------------------------------------------------------------------------------------
 
 
-def clears_what_is_others(stage: Stage) -> None:
+def clears_what_is_others(stage):
     stage.must(shutil.which("redis-server"), "there is no redis-server (make redis-server)")
     redis = stage.stack.enter_context(RedisServer())
     share = 64 * Form("kvtier", bytes(8)).room(SLOT)
@@ -192,7 +190,7 @@ def clears_what_is_others(stage: Stage) -> None:
         clients.clears(*evil)
 
 
-def fills_every_tier(stage: Stage) -> None:
+def fills_every_tier(stage):
     server = stage.serve(namespace_percent=50)
     stage.visit(server, "acme")
     evil, chunks = server.access(OTHER, "evil"), 2 * RAM_BYTES // SLOT
@@ -201,7 +199,7 @@ def fills_every_tier(stage: Stage) -> None:
         clients.fills(evil, chunks)
 
 
-def guesses_salts(stage: Stage) -> None:
+def guesses_salts(stage):
     server = stage.serve()
     salts = [f"salt {number}".encode() for number in range(500)]
     with stage.attack(server):
@@ -209,7 +207,7 @@ def guesses_salts(stage: Stage) -> None:
     stage.must(not found, f"{found} chunks of another tenant were found")
 
 
-def reads_behind_chunks(stage: Stage) -> None:
+def reads_behind_chunks(stage):
     """It takes slots that others' chunks have filled."""
     server, port = open_port(stage, **NO_NVME)
     clients.fills(server.access(OTHER, "acme"), RAM_BYTES // SLOT)
@@ -218,7 +216,7 @@ def reads_behind_chunks(stage: Stage) -> None:
     stage.must(not read, f"{read} bytes of others' chunks were read")
 
 
-def spilled(server: AdminServer, tier: str, chunks: int) -> None:
+def spilled(server, tier, chunks):
     wait_for(
         lambda: server.metric("kvtier_held_chunks", tier=tier) >= chunks, f"{chunks} in {tier}"
     )
@@ -227,7 +225,7 @@ def spilled(server: AdminServer, tier: str, chunks: int) -> None:
 # ---- hostile ends of our own calls ---------------------------------------------------------------
 
 
-def hostile_bucket(stage: Stage, lie: bucket.Answer) -> None:
+def hostile_bucket(stage, lie):
     """It keeps chunks as it should. Then others are read, of which only it has any."""
     turncoat = bucket.Turncoat()
     url, seen = stage.stack.enter_context(bucket.hostile(turncoat))
@@ -253,7 +251,7 @@ def hostile_bucket(stage: Stage, lie: bucket.Answer) -> None:
         )
 
 
-def endless_list(stage: Stage) -> None:
+def endless_list(stage):
     turncoat = bucket.Turncoat()
     turncoat.lies["LIST"] = bucket.endless_page(64 * MIB)
     url, _ = stage.stack.enter_context(bucket.hostile(turncoat))
@@ -263,7 +261,7 @@ def endless_list(stage: Stage) -> None:
         time.sleep(1.0)
 
 
-def slow_nodes(stage: Stage) -> None:
+def slow_nodes(stage):
     url, asked = stage.stack.enter_context(slow_cluster(100))
     server = stage.serve(redis_url=url, redis_bytes=1 << 20, **NO_NVME)
     wait_for(lambda: entered(server.access()), "an engine gets in", _START_S)
@@ -272,7 +270,7 @@ def slow_nodes(stage: Stage) -> None:
     stage.must(asked.info, "no node was asked")
 
 
-def entered(access: ServerAccess) -> bool:
+def entered(access):
     with suppress(KVTierError, OSError):
         enter(access, _START_S).socket.close()
         return True

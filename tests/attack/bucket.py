@@ -1,11 +1,9 @@
 """A hostile S3 server: one that answers whatever it likes to whoever uses its bucket."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 
 _PIECE = bytes(64 << 10)
@@ -19,23 +17,23 @@ Answer = Callable[[Request], None]
 class _Quiet(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
-    def handle_error(self, *_: object) -> None: ...
+    def handle_error(self, *_): ...
 
 
 class Seen:
-    def __init__(self) -> None:
+    def __init__(self):
         self.requests: list[tuple[str, str]] = []
         self.sent: list[int] = []
 
 
 @contextmanager
-def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen]]:
+def hostile(answer, host="127.0.0.1"):
     seen = Seen()
 
     class Every(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             seen.requests.append((self.command, self.path))
             self.body = self.rfile.read(int(self.headers.get("content-length", 0)))
             try:
@@ -47,7 +45,7 @@ def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen
 
         do_PUT = do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815 - as http.server finds them
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     server = _Quiet((host, 0), Every)
@@ -61,7 +59,7 @@ def hostile(answer: Answer, host: str = "127.0.0.1") -> Iterator[tuple[str, Seen
         server.server_close()
 
 
-def environment(url: str) -> dict[str, str]:
+def environment(url):
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ALLOW_HTTP": "true",
@@ -77,11 +75,11 @@ class Turncoat:
     ``lies``: what it answers to a method, or to ``LIST``, from then on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lies: dict[str, Answer] = {}
         self._objects: dict[str, bytes] = {}
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request):
         name, _, query = request.path.partition("?")
         kind = "LIST" if "list-type" in query else request.command
         if (lie := self.lies.get(kind)) is not None:
@@ -93,7 +91,7 @@ class Turncoat:
         elif kind == "POST":
             content = b"<DeleteResult></DeleteResult>"
         elif kind == "PUT":
-            self._objects[name] = request.body  # type: ignore[attr-defined]
+            self._objects[name] = request.body
         elif name in self._objects:
             content = self._objects[name]
         else:
@@ -105,8 +103,8 @@ class Turncoat:
             request.wfile.write(content)
 
 
-def endless_object(promised: int, most: int) -> Answer:
-    def answer(request: Request) -> None:
+def endless_object(promised, most):
+    def answer(request):
         request.send_response(200)
         request.send_header("Content-Length", str(promised))
         request.send_header("Transfer-Encoding", "chunked")
@@ -116,16 +114,16 @@ def endless_object(promised: int, most: int) -> Answer:
     return answer
 
 
-def endless_refusal(most: int) -> Answer:
+def endless_refusal(most):
     return _endless(403, most)
 
 
-def endless_page(most: int) -> Answer:
+def endless_page(most):
     return _endless(200, most)
 
 
-def _endless(status: int, most: int) -> Answer:
-    def answer(request: Request) -> None:
+def _endless(status, most):
+    def answer(request):
         request.send_response(status)
         request.send_header("Transfer-Encoding", "chunked")
         request.end_headers()
@@ -134,10 +132,10 @@ def _endless(status: int, most: int) -> Answer:
     return answer
 
 
-def dripping_object(content: bytes, every_s: float) -> Answer:
+def dripping_object(content, every_s):
     """The right bytes, and the last of them late: one in ``every_s``, sixteen in all."""
 
-    def answer(request: Request) -> None:
+    def answer(request):
         request.send_response(200)
         request.send_header("Content-Length", str(len(content)))
         _object(request)
@@ -149,8 +147,8 @@ def dripping_object(content: bytes, every_s: float) -> Answer:
     return answer
 
 
-def elsewhere(url: str, status: int = 307) -> Answer:
-    def answer(request: Request) -> None:
+def elsewhere(url, status=307):
+    def answer(request):
         request.send_response(status)
         request.send_header("Location", url)
         request.send_header("Content-Length", "0")
@@ -159,15 +157,15 @@ def elsewhere(url: str, status: int = 307) -> Answer:
     return answer
 
 
-def _object(request: Request) -> None:
+def _object(request):
     request.send_header("ETag", '"x"')
     request.send_header("Last-Modified", _LAST_WRITE)
     request.end_headers()
 
 
-def _flood(request: Request, most: int) -> None:
-    request.sent = 0  # type: ignore[attr-defined]
-    while request.sent < most:  # type: ignore[attr-defined]
+def _flood(request, most):
+    request.sent = 0
+    while request.sent < most:
         request.wfile.write(_CHUNKED)
-        request.sent += len(_PIECE)  # type: ignore[attr-defined]
+        request.sent += len(_PIECE)
     request.wfile.write(b"0\r\n\r\n")

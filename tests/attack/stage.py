@@ -84,7 +84,7 @@ class Stage:
         self.felt = Felt()
         self._away = False
 
-    def serve(self, *listen: str, **settings: object) -> AdminServer:
+    def serve(self, *listen, **settings):
         given = {"ram_bytes": RAM_BYTES} | settings
         return self.stack.enter_context(AdminServer(self.folder, *listen, own_python=True, **given))
 

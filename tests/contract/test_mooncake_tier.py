@@ -35,9 +35,6 @@ def raw(pool, size=CHUNK_BYTES):
     return MooncakeStore(pool.url, size, 1, python())
 
 
-# ---- the promises of every tier ------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1])
@@ -78,9 +75,6 @@ def test_a_large_chunk_comes_back(pool, form):
     assert tier.read(KEYS[0], into) is True and into == data
     tier.delete(KEYS[0])
     tier.close()
-
-
-# ---- looking up, sharing, what lies there --------------------------------------------------------
 
 
 def test_a_run_of_1200_chunks_is_found_exactly_and_a_gap_ends_it(pool, form):
@@ -147,9 +141,6 @@ def test_a_full_pool_refuses_writes_and_is_no_fault(form):
         assert tier.counts["refused"] >= 1
         assert (tier.open_breakers, tier.counts["failed_writes"], tier.owed) == (0, 0, 0)
         tier.close()
-
-
-# ---- what the start says -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])

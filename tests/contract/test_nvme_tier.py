@@ -14,15 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import (
-    KEY_BYTES,
-    PAGE_BYTES,
-    ChunkKey,
-    ChunkLayout,
-    coldest_first,
-    own_half,
-    parent_half,
-)
+from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
 from kvtier.core.errors import StateError, TierError
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
@@ -182,40 +174,6 @@ def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole(tmp_path,
     tier.close()
 
 
-def test_a_held_key_is_not_written_again(tmp_path):
-    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
-    fill(tier, KEYS[:1] * 3)
-    assert tier.counts["writes"] == 1
-    tier.close()
-
-
-def test_counts_are_of_what_happened(tmp_path):
-    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
-    fill(tier, KEYS[:2])
-    assert holds(tier, KEYS[0])
-    assert not holds(tier, KEYS[2])
-    assert {kind: count for kind, count in tier.counts.items() if count} == {
-        "writes": 2,
-        "bytes_written": 2 * SLOT,
-        "lifetime_bytes": 2 * SLOT,
-        "reads": 1,
-        "bytes_read": SLOT,
-        "misses": 1,
-    }
-    tier.close()
-
-
-def test_another_models_chunks_are_never_matched(tmp_path):
-    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
-    fill(tier, KEYS[:4])
-    tier.close()
-    other = ChunkLayout(b"\1" * 32, 1, 1, (SLOT,)).keys(range(4))
-    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
-    assert tier.find(other) == 0
-    assert not any(holds(tier, key) for key in other)
-    tier.close()
-
-
 # -- restart ---------------------------------------------------------------------------------------
 
 
@@ -265,27 +223,6 @@ def test_close_puts_unnamed_chunks_before_the_named(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
     assert tier.recovered() == [runs[index][0] for index in (0, 2, 4, 3, 1)]
     tier.close()
-
-
-@given(
-    parents=st.lists(st.one_of(st.none(), st.integers(0, 100)), max_size=60),
-    order=st.randoms(use_true_random=False),
-)
-def test_leaf_first_is_a_permutation_with_no_parent_colder_than_its_child(parents, order):
-    keys: list[ChunkKey] = []
-    for index, parent in enumerate(parents):
-        link = own_half(keys[parent % index]) if parent is not None and index else bytes(8)
-        keys.append(ChunkKey(bytes([1]) + index.to_bytes(31, "big")[::-1] + link))
-    order.shuffle(keys)
-    found = coldest_first((key, age) for age, key in enumerate(keys))
-    assert sorted(found) == sorted(keys)
-    place = {own_half(key): at for at, key in enumerate(found)}
-    assert all(place.get(parent_half(key), at) >= at for at, key in enumerate(found))
-    by_link = {own_half(key): key for key in keys}
-    line = keys[-1:]
-    while line and parent_half(line[-1]) in by_link:
-        line.append(by_link[parent_half(line[-1])])
-    assert found[len(found) - len(line) :] == line, "the newest chunk's own line is the hottest"
 
 
 def test_grows_and_keeps_everything(tmp_path, caplog):

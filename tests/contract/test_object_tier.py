@@ -155,14 +155,6 @@ def test_a_chunk_is_one_object_below_prefix_and_namespace_and_a_start_leaves_no_
     assert object_names(server) == []
 
 
-def test_models_do_not_meet(server):
-    assert server.tier().write(KEYS[0], chunk(KEYS[0]))
-    other = ObjectTier(
-        Bucket(URL, CHUNK_BYTES), ObjectForm("cache/a", b"other"), 1 << 20, CHUNK_BYTES
-    )
-    assert (other.find(KEYS), list(other.recovered())) == (0, [])
-
-
 @pytest.mark.parametrize("place", [0, 8, 20, 30, 79, 80, 5000, -1])
 def test_a_wrong_bit_anywhere_is_a_miss_counted_and_deleted(server, place):
     tier, name = server.tier(), FORM.name(KEYS[0])

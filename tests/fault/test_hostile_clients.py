@@ -163,8 +163,6 @@ def test_a_thousand_bad_sessions_leave_a_few_lines_in_the_log_and_nothing_in_mem
     assert own_mib(server.pid) - before < 20
 
 
-# ---- who comes in, and how long it may take ------------------------------------------------------
-
 TOKEN = b"a secret of more than 16 bytes"
 
 

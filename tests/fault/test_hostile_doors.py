@@ -36,9 +36,6 @@ def memory(server):
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
 
 
-# ---- bodies --------------------------------------------------------------------------------------
-
-
 def test_a_packed_or_broken_body_with_the_token_is_refused_in_words():
     with administered() as server:
         for body in (gzip.compress(b'{"keys": []}'), b"\x1f\x8bbroken"):
@@ -97,9 +94,6 @@ def test_a_token_for_metrics_reads_metrics_and_nothing_else():
         assert server.ask("GET", "/metrics", token=reader[:-1]).status == 401
 
 
-# ---- the server's event stream -------------------------------------------------------------------
-
-
 def test_a_stream_is_for_its_own_user_alone():
     with short_folder() as folder:
         endpoints = [folder / "run" / name for name in ("events", "replay")]
@@ -112,9 +106,6 @@ def test_a_stream_is_for_its_own_user_alone():
 
 def _visited(liar):
     return liar.visits > 0
-
-
-# ---- engines that are followed -------------------------------------------------------------------
 
 
 def stored(count=1):

@@ -121,9 +121,6 @@ def test_slots_under_an_open_view_are_nobody_elses_though_the_client_is_closed()
         assert other.stats()["ram_filling"] == 0
 
 
-# ---- whose server it is --------------------------------------------------------------------------
-
-
 @AS_ROOT
 def test_a_server_of_another_user_gets_no_kv():
     with short_folder() as folder:

@@ -166,7 +166,7 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(stack, end
         save(client, theirs)
         save(neighbour, others)
         for tier in ("nvme", "redis"):
-            wait_for(lambda tier=tier: held(client.stats(), tier) == 12, f"in {tier}")  # type: ignore[misc]
+            wait_for(lambda tier=tier: held(client.stats(), tier) == 12, f"in {tier}")
     getattr(server, end)()
     server.start()
     with attached(other.access(server.address)) as neighbour:
@@ -191,9 +191,6 @@ def names_in(redis, keys):
     with redis.admin() as behind:
         names = b" ".join(behind.scan_iter()).decode()
     return [key.hex() in names for key in keys]
-
-
-# ---- what a lookup costs -------------------------------------------------------------------------
 
 
 def lines(call):

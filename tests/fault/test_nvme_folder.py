@@ -385,10 +385,8 @@ def test_a_servers_health_names_a_lost_folder_and_the_server_goes_on():
             shutil.rmtree(folder / "nvme")
             save(client, run(2, 1))
             wait_for(lambda: bool(trouble()), "the lost folder is told")
-            assert (
-                f"nvme: its folder {folder / 'nvme' / f'slots-{SERVED_SLOT}'} was removed"
-                in trouble()[0]
-            )
+            told = f"nvme: its folder {folder / 'nvme' / f'slots-{SERVED_SLOT}'} was removed"
+            assert told in trouble()[0]
             save(client, run(3, 2))
             assert load(client, run(3, 2)) == ["ram", "ram"]
             assert server.said().count("was removed or replaced") == 1

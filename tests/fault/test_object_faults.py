@@ -58,9 +58,6 @@ def behind(server):
         return sorted(name for name, _, _ in beside().listed(FORM.folder))
 
 
-# ---- writes --------------------------------------------------------------------------------------
-
-
 def test_an_upload_that_breaks_off_leaves_neither_an_object_nor_parts(started, proxy):
     tier = ObjectTier(Bucket(URL, LARGE), FORM, 1 << 30, LARGE)
     proxy.refuse = lambda _, path: REFUSED if "partNumber=3" in path else None
@@ -99,9 +96,6 @@ def test_a_delete_that_is_refused_is_owed_and_made_good(started, proxy, tier, an
     proxy.well()
     assert tier.find(KEYS[1:2]) == 0
     assert (behind(started), tier.owed) == ([], 0)
-
-
-# ---- reads ---------------------------------------------------------------------------------------
 
 
 def test_an_answer_that_is_cut_is_a_fault_and_the_chunk_stays_known(proxy, tier):
@@ -168,9 +162,6 @@ def test_an_answer_that_does_not_end_holds_a_lane_for_a_bounded_time(proxy, tier
     begun = time.monotonic()
     assert holds(tier, KEYS[0]) is None
     assert time.monotonic() - begun < 45, "it would take a minute"
-
-
-# ---- a start, and a store that is left alone -----------------------------------------------------
 
 
 def test_a_list_that_is_none_is_a_store_that_is_away(started, proxy, clock):

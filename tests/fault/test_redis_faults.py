@@ -132,25 +132,6 @@ def test_a_search_that_meets_a_dead_node_leaves_no_other_alone():
 
 
 @pytest.mark.slow
-def test_one_dead_node_of_a_cluster_costs_its_own_chunks_only():
-    with redis_cluster() as servers:
-        for server in servers:
-            with server.admin() as admin:
-                admin.config_set("cluster-require-full-coverage", "no")
-        clock = Clock()
-        tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}", clock=clock)
-        assert all(write(tier, index) for index in range(len(KEYS)))
-        with servers[2].admin() as admin:
-            names = list(admin.scan_iter())
-        lost = {key for key in KEYS if FORM.header_name(key) in names}
-        servers[2].kill()
-        for _ in range(5):
-            assert {key for key in KEYS if not holds(tier, key)} == lost
-        assert tier.open_breakers == 1
-        assert tier.counts["failed_reads"] == 3, "left alone after three faults"
-
-
-@pytest.mark.slow
 def test_a_slot_that_moved_to_another_node_is_found_there():
     with redis_cluster() as servers:
         tier = servers[0].tier(f"redis+cluster://127.0.0.1:{servers[0].port}")

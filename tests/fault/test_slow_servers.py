@@ -38,9 +38,6 @@ def access(address, stream=True):
     return ServerAccess(address, hello(LAYOUT.fingerprint, SLOT, stream=stream))
 
 
-# ---- greetings -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
 @pytest.mark.parametrize("slow", ["challenge", "welcome"])
 def test_a_greeting_that_comes_byte_by_byte(slow, near, monkeypatch):
@@ -107,9 +104,6 @@ def test_a_tls_handshake_that_is_not_answered(monkeypatch):
         tls = ServerAccess(address, access(address).hello, None, context)
         with pytest.raises(TierError, match="timed out"):
             enter(tls)
-
-
-# ---- a tier's calls ------------------------------------------------------------------------------
 
 
 def slow_answer(answer):
@@ -216,7 +210,7 @@ def test_a_server_that_answers_another_question_is_not_believed():
     def script(client):
         greet(client)
         asked = hear(client, Inbox(wire.StreamQuestion))
-        client.sendall(wire.frame(wire.Found(asked.id + 1, 1)))  # type: ignore[attr-defined]
+        client.sendall(wire.frame(wire.Found(asked.id + 1, 1)))
         client.recv(1)
 
     with rogue(None, script) as address:
@@ -231,7 +225,7 @@ def test_a_server_that_is_away_is_left_alone_and_tried_again_by_one_read():
         inbox: Inbox[wire.Message] = Inbox(wire.StreamQuestion)
         while True:
             asked = hear(client, inbox)
-            client.sendall(wire.frame(wire.Found(asked.id, 1)))  # type: ignore[attr-defined]
+            client.sendall(wire.frame(wire.Found(asked.id, 1)))
 
     clock, into = Clock(), memoryview(bytearray(SLOT))
     with rogue(None, script) as address:

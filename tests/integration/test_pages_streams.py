@@ -52,7 +52,7 @@ def test_engines_are_followed_as_the_page_says(folder, block):
         for number in range(1, len(configs) + 1):
             name = f"engine-{number}"
             wait_for(
-                lambda name=name: server.metric("kvtier_engine_followed", engine=name) == 1,  # type: ignore[misc]
+                lambda name=name: server.metric("kvtier_engine_followed", engine=name) == 1,
                 f"{name} is followed",
             )
 

@@ -30,7 +30,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         keys |= {"server_cert": folder / "ours-host.pem", "server_key": folder / "ours-host.key"}
     port = TLS if request.param == "tls" else PLAIN
     with administered(f"tcp://127.0.0.1:{port}", **keys) as server:
-        server.tcp = port  # type: ignore[attr-defined]
+        server.tcp = port
         yield server
 
 

@@ -121,7 +121,7 @@ def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path):
                     continue  # an engine has it
                 expression = filled(target["expr"])
                 wait_for(
-                    lambda asked=expression: prometheus.value(asked) != [],  # type: ignore[misc]
+                    lambda asked=expression: prometheus.value(asked) != [],
                     f"{panel['title']}: {expression}",
                 )
         assert prometheus.value("sum(kvtier_lookup_seconds_count)")[0] >= 20

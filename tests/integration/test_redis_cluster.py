@@ -59,7 +59,7 @@ def saved(client, runs=RUNS, already=0):
     """Save the runs, in steps that RAM has room for, until Redis has them all."""
     for index, keys in enumerate(runs):
         save(client, keys)
-        wait_for(lambda done=already + index + 1: held(client) >= done, "Redis has it")  # type: ignore[misc]
+        wait_for(lambda done=already + index + 1: held(client) >= done, "Redis has it")
 
 
 def held(client):

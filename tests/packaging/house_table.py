@@ -1,8 +1,6 @@
 """The size of the house: ``python -m tests.packaging.house_table [ROOT] [--beside]``. No limit: a
 change shows in it. ``--beside``: the last landed commit's numbers are in a second column."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess
@@ -10,7 +8,6 @@ import sys
 import tarfile
 import tempfile
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +21,7 @@ SCHEDULER = "connectors/vllm/scheduler_side/scheduler.py"
 class House:
     """A checkout's Python files, each read and parsed once."""
 
-    def __init__(self, root: Path = ROOT) -> None:
+    def __init__(self, root=ROOT):
         self.root = root
         self.text = {
             path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
@@ -35,10 +32,10 @@ class House:
         self.shipped = [file for file in self.text if not file.startswith("tests/")]
         self.tree = functools.lru_cache(None)(lambda file: ast.parse(self.text[file]))
 
-    def lines(self, *folders: str) -> int:
+    def lines(self, *folders):
         return sum(text.count("\n") for file, text in self.text.items() if file.startswith(folders))
 
-    def classes(self) -> dict[str, list[str]]:
+    def classes(self):
         """The name of each class that users of its module see -> the files that define it."""
         found = defaultdict[str, list[str]](list)
         for file in self.product:
@@ -47,14 +44,14 @@ class House:
                     found[node.name].append(file)
         return found
 
-    def one(self, file: str, name: str) -> ast.ClassDef:
+    def one(self, file, name):
         return next(
             node
             for node in self.tree(file).body
             if isinstance(node, ast.ClassDef) and node.name == name
         )
 
-    def imports(self) -> dict[str, set[str]]:
+    def imports(self):
         """The files that are imported when a file is, by file."""
         modules = {_module(file): file for file in self.product}
         return {
@@ -64,16 +61,16 @@ class House:
 
 
 @functools.cache
-def here() -> House:
+def here():
     return House()
 
 
-def _module(file: str) -> str:
+def _module(file):
     parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
     return ".".join(parts if parts[0] == "kvtier" else ["kvtier", *parts])
 
 
-def _imported(body: Sequence[ast.stmt], modules: Container[str]) -> Iterator[str]:
+def _imported(body, modules):
     """What runs when the module is: nothing inside of functions, nothing for type checkers."""
     for node in body:
         if isinstance(node, ast.Import):
@@ -86,7 +83,7 @@ def _imported(body: Sequence[ast.stmt], modules: Container[str]) -> Iterator[str
             yield from _imported([*node.body, *node.orelse, *node.finalbody], modules)
 
 
-def reached(imports: Mapping[str, set[str]], *start: str) -> set[str]:
+def reached(imports, *start):
     """``start`` and all files that they import, directly or not."""
     found, new = set[str](), {*start}
     while new:
@@ -95,7 +92,7 @@ def reached(imports: Mapping[str, set[str]], *start: str) -> set[str]:
     return found
 
 
-def _fields(node: ast.ClassDef) -> int:
+def _fields(node):
     return len(
         {
             one.attr
@@ -107,7 +104,7 @@ def _fields(node: ast.ClassDef) -> int:
     )
 
 
-def rows(house: House) -> Iterator[tuple[str, float]]:
+def rows(house):
     product, tests = house.lines(*PRODUCT), house.lines("tests/")
     mutants = house.root / "tests/trust/mutants.txt"
     tests += mutants.read_text(encoding="utf-8").count("\n") if mutants.exists() else 0
@@ -136,7 +133,7 @@ def rows(house: House) -> Iterator[tuple[str, float]]:
     yield "parameters that are the whole Config", len(whole)
 
 
-def _landed() -> dict[str, float]:
+def _landed():
     """The table of the commit before this one, or of this one where the checkout has changes."""
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, check=False).returncode
     command = ["git", "archive", "HEAD" if changed else "HEAD~1"]
@@ -154,7 +151,7 @@ def _landed() -> dict[str, float]:
             return {}
 
 
-def main(words: Sequence[str]) -> None:
+def main(words):
     roots = [Path(word) for word in words if word != "--beside"]
     before = _landed() if "--beside" in words else {}
     for what, value in rows(House(roots[0]) if roots else here()):

@@ -83,10 +83,8 @@ def test_configuration_files_are_read_whole(tmp_path):
         for name, value in compose["kvtier"]["environment"].items()
     }
     assert load(env=server).value("redis_url") == "redis://:5ec3e7@redis:6379/0"
-    assert (
-        load(env=compose["engine-2"]["environment"]).server.address
-        == "unix:///run/kvtier/kvtier.sock"
-    )
+    got = load(env=compose["engine-2"]["environment"]).server.address
+    assert got == "unix:///run/kvtier/kvtier.sock"
     engine, *_ = documents("kubernetes/engine.yaml")
     variables = {row["name"]: row["value"] for row in found(engine, "env")[0]}
     assert load(env=variables).server.address == "unix:///run/kvtier/kvtier.sock"
@@ -148,11 +146,8 @@ def test_what_an_image_is_made_of_is_pinned(path):
     assert bases and all(
         re.search(r"@sha256:[0-9a-f]{64}$|:v?\d+\.\d+\.\d+[^/]*$", base) for base in bases
     ), bases
-    assert set(re.findall(r"^FROM (\S+)", TEXT[path], re.MULTILINE)) <= {
-        "${PYTHON_IMAGE}",
-        "${VLLM_IMAGE}",
-        "${LMI_IMAGE}",
-    }
+    got = set(re.findall(r"^FROM (\S+)", TEXT[path], re.MULTILINE))
+    assert got <= {"${PYTHON_IMAGE}", "${VLLM_IMAGE}", "${LMI_IMAGE}"}
     installs = [line for line in TEXT[path].splitlines() if "pip install" in line]
     assert len(installs) == 2
     for line in installs:
@@ -266,10 +261,8 @@ def test_kubernetes_pods_have_the_least(manifest):
     spec = pod(manifest)
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
-    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsGroup"]) == (
-        USER,
-        USER,
-    )
+    found = (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsGroup"])
+    assert found == (USER, USER)
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     for container in spec["containers"]:
         rights = container["securityContext"]

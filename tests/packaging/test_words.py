@@ -68,8 +68,6 @@ def test_the_glossary_explains_the_words_that_are_used():
         assert f"| {word} |" in kept or f"{word}," in kept
 
 
-# ---- prose ---------------------------------------------------------------------------------------
-
 BEGINS = re.compile(r"(It|What|Who|So many|These|Those|How many)\b|(``)?(True|None)(``)?:")
 """How no docstring of a module, a class, a function, a field or a constant begins."""
 

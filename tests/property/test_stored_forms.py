@@ -54,9 +54,6 @@ def places(tmp_path):
     return (tmp_path / str(number) for number in count())
 
 
-# ---- NVMe ----------------------------------------------------------------------------------------
-
-
 @given(
     superblock=SUPERBLOCKS,
     bit=st.integers(0, 48 * 8 - 1),
@@ -127,9 +124,6 @@ def test_a_folder_with_anything_in_it_is_opened_and_holds_no_lie(
     tier.close()
 
 
-# ---- Redis ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def server():
     with RedisServer() as server:
@@ -176,9 +170,6 @@ def test_a_name_in_redis_is_a_chunks_or_nobodys(name):
         assert name.lower() == (
             FORM.header_name(key) if is_header else FORM.part_names(key, CHUNK_BYTES)[0]
         )
-
-
-# ---- a sealed chunk ------------------------------------------------------------------------------
 
 
 @given(

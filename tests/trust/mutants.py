@@ -7,8 +7,6 @@ are the suites' blind spots. The table is ``tests/trust/mutants.txt``, which say
 ``--every 10`` takes every tenth of each room.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -20,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +72,7 @@ class Room:
     slow: tuple[str, ...] = ()
 
 
-def _room(section: str) -> tuple[str, Room]:
+def _room(section):
     """The name of a section of the table, and its room."""
     name, *lines = section.splitlines()
     suites: dict[str, tuple[str, ...]] = {}
@@ -106,7 +104,7 @@ class Verdict:
     seconds: float
 
 
-def defective(mutant: Mutant, place: Path = ROOT) -> tuple[Path, str]:
+def defective(mutant, place=ROOT):
     """The file of the package in ``place`` that has the mutant, and its text then.
 
     Raises:
@@ -117,7 +115,7 @@ def defective(mutant: Mutant, place: Path = ROOT) -> tuple[Path, str]:
     return package / file, text
 
 
-def copy_package(into: Path) -> None:
+def copy_package(into):
     """Copies the package as it lies in the tree. Links stay links."""
     for name in COPIED:
         source = ROOT / name
@@ -130,7 +128,7 @@ def copy_package(into: Path) -> None:
         (into / PEERS.name).symlink_to(PEERS.resolve())
 
 
-def failure(arguments: Sequence[str], place: Path) -> str:
+def failure(arguments, place):
     """Why this suite fails in ``place``: the end of what it prints. Empty if it passes. A suite
     that hangs fails."""
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -150,12 +148,12 @@ def failure(arguments: Sequence[str], place: Path) -> str:
     return (done.stdout + done.stderr)[-4_000:] or "no output" if done.returncode else ""
 
 
-def suites_of(room: Room, *, full: bool) -> dict[str, tuple[str, ...]]:
+def suites_of(room, *, full):
     """The suites that face a room's mutants."""
     return {name: words for name, words in room.suites.items() if full or name not in room.slow}
 
 
-def try_mutant(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) -> Verdict:
+def try_mutant(mutant, place, suites):
     """Applies a mutant to the copy, runs the suites until one fails, and takes the mutant back."""
     file, text = defective(mutant, place)
     sound, begun = file.read_text(encoding="utf-8"), time.monotonic()
@@ -167,7 +165,7 @@ def try_mutant(mutant: Mutant, place: Path, suites: dict[str, tuple[str, ...]]) 
     return Verdict(mutant, killer, round(time.monotonic() - begun, 1))
 
 
-def _room_verdicts(name: str, only: str, every: int, *, full: bool) -> Iterator[Verdict]:
+def _room_verdicts(name, only, every, *, full):
     chosen = [
         each
         for each in ROOMS[name].mutants[::every]
@@ -191,7 +189,7 @@ def _room_verdicts(name: str, only: str, every: int, *, full: bool) -> Iterator[
             yield verdict
 
 
-def main() -> int:
+def main():
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -222,7 +220,7 @@ def main() -> int:
     return any(not verdict.killer for verdict in verdicts)
 
 
-def score(verdicts: Sequence[Verdict]) -> dict[str, object]:
+def score(verdicts):
     killers = Counter(verdict.killer for verdict in verdicts if verdict.killer)
     survivors = [
         f"{verdict.mutant.where}: {verdict.mutant.breaks}"

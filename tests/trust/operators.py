@@ -9,8 +9,6 @@ would lose. These say which part of a decision no test looks at.
 The modules are pure (``lint-imports`` holds that), so they have no log and no lock to skip.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import json
@@ -20,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvtier.bench.report import Row, write_results
 from tests.child_process import wait_for
@@ -96,7 +94,7 @@ class Figures(NamedTuple):
 class CosmicRay:
     """The tool, whose programs are in ``tool``, on one module of the copy in ``place``."""
 
-    def __init__(self, tool: Path, place: Path, module: str) -> None:
+    def __init__(self, tool, place, module):
         self._tool, self._place = tool, place
         self._environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
         self._session, self._config = f"{Path(module).name}.sqlite", f"{Path(module).name}.toml"
@@ -112,7 +110,7 @@ class CosmicRay:
             encoding="utf-8",
         )
 
-    def run(self) -> Figures:
+    def run(self):
         """Tries every mutant.
 
         Raises:
@@ -139,7 +137,7 @@ class CosmicRay:
         return Figures(len(tried), len(tried) - len(survivors), seconds, sorted(survivors))
 
     @contextmanager
-    def _suite(self) -> Iterator[None]:
+    def _suite(self):
         """The tests run in forks meanwhile."""
         command = [sys.executable, "-m", suite_server.__name__]
         with (self._place / "suite.log").open("w") as log:
@@ -157,7 +155,7 @@ class CosmicRay:
             server.kill()
             server.wait()
 
-    def _call(self, program: str, *arguments: str) -> str:
+    def _call(self, program, *arguments):
         done = subprocess.run(
             [self._tool / program, *arguments],
             cwd=self._place,
@@ -171,8 +169,8 @@ class CosmicRay:
         return done.stdout
 
 
-def _survivor(mutation: Mapping[str, Any], diff: str) -> Survivor:
-    def changed(sign: str) -> str:
+def _survivor(mutation, diff):
+    def changed(sign):
         return " ".join(
             line[1:].strip()
             for line in diff.splitlines()
@@ -183,7 +181,7 @@ def _survivor(mutation: Mapping[str, Any], diff: str) -> Survivor:
     return Survivor(mutation["definition_name"] or "", operator, changed("-"), changed("+"))
 
 
-def _tried(tool: Path, module: str) -> Figures:
+def _tried(tool, module):
     with tempfile.TemporaryDirectory(prefix="kvtier-operators-") as folder:
         copy_package(Path(folder))
         compileall.compile_dir(Path(folder) / "kvtier", quiet=2)
@@ -193,13 +191,13 @@ def _tried(tool: Path, module: str) -> Figures:
     return found
 
 
-def _told(module: str, found: Figures) -> Iterator[str]:
+def _told(module, found):
     yield f"{module}: {found.killed} of {found.mutants} noticed, {found.seconds} s"
     for each in found.survivors:
         yield f"  {each.definition} ({each.operator})\n    - {each.was}\n    + {each.became}"
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(given=None):
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

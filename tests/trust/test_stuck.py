@@ -91,7 +91,7 @@ def push_out(store: Store) -> None:
     """Leave ``COLD`` to the lower tier, and ``HOT`` in RAM."""
     for keys in (COLD, *(run(prompt, 2) for prompt in range(200, 200 + SLOTS // 2)), HOT):
         save(store, keys)
-        wait_for(lambda keys=keys: store.lookup_by_tier(keys)[1] == len(keys), "it is written")  # type: ignore[misc]
+        wait_for(lambda keys=keys: store.lookup_by_tier(keys)[1] == len(keys), "it is written")
     assert store.lookup_by_tier(COLD) == [0, len(COLD)]
 
 

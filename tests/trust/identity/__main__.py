@@ -8,8 +8,6 @@ where warmth was promised. Status 2: nothing was tested, because a control was c
 fault was not seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -19,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +28,7 @@ from kvtier.bench.report import write_results
 from tests.trust.identity.catalogue import BASES, ROWS
 from tests.trust.identity.compared import allowed, apart, farthest, hits, noise, own_hits
 from tests.trust.identity.lives import EngineFailedError, Lives, Spec
-from tests.trust.identity.rows import ANSWERS, CONTROL, Base, Row, Stored
+from tests.trust.identity.rows import ANSWERS, CONTROL, Stored
 from tests.trust.identity.sweep import of_engine, of_model
 
 WRONG, COLD = "WRONG", "COLD WHERE WARM WAS PROMISED"
@@ -66,7 +64,7 @@ class Told:
 
 
 @contextmanager
-def living(lives: Lives, base: Base, folder: Path) -> Iterator[Kept]:
+def living(lives, base, folder):
     """Live A. One that has its Bs beside it ends with the block."""
     spec = base.make(folder / "a")
     alone = lives.told(spec)
@@ -81,7 +79,7 @@ def living(lives: Lives, base: Base, folder: Path) -> Iterator[Kept]:
 
 
 @contextmanager
-def held(lives: Lives, spec: Spec, folder: Path) -> Iterator[Mapping[str, Any]]:
+def held(lives, spec, folder):
     """The engine has answered, and lives until the block ends."""
     hold = folder / "hold"
     for name in (hold, Path(f"{hold}.told")):
@@ -100,13 +98,13 @@ def held(lives: Lives, spec: Spec, folder: Path) -> Iterator[Mapping[str, Any]]:
             life.result()
 
 
-def _opened(fifo: str) -> None:
+def _opened(fifo):
     """Whoever still waits for words reads none."""
     with suppress(OSError):
         os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
 
 
-def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
+def judged(lives, row, kept, folder):
     """Live B, with what A left and alone."""
     begin = time.monotonic()
     told = Told(row.name, row.base, "")
@@ -128,7 +126,7 @@ def judged(lives: Lives, row: Row, kept: Kept, folder: Path) -> Told:
     return told
 
 
-def missing(row: Row, kept: Kept, alone: Mapping[str, Any], told: Told) -> str:
+def missing(row, kept, alone, told):
     """Why the difference was not in force. "" when it was."""
     if told.allowed == math.inf:
         return "B alone answers itself otherwise"
@@ -144,7 +142,7 @@ def missing(row: Row, kept: Kept, alone: Mapping[str, Any], told: Told) -> str:
     return ""
 
 
-def verdict(row: Row, told: Told, whole: int) -> str:
+def verdict(row, told, whole):
     """``whole``: tokens of A's prompts that can be hits."""
     wrong = told.apart > told.allowed
     if row.planted:
@@ -158,7 +156,7 @@ def verdict(row: Row, told: Told, whole: int) -> str:
     return f"equal, warm ({told.tokens} tokens)" if told.tokens else "equal, cold"
 
 
-def swept(bases: Sequence[Base], kept: Mapping[str, Kept | str]) -> Iterator[Row]:
+def swept(bases, kept):
     """Rows that nobody thought of, of the bases that ask for them."""
     for base in bases:
         began = kept.get(base.name)
@@ -168,7 +166,7 @@ def swept(bases: Sequence[Base], kept: Mapping[str, Kept | str]) -> Iterator[Row
                 yield from of_engine(base.name)
 
 
-def run(rows: Sequence[Row], folder: Path, at_once: int = 2, *, sweep: bool = False) -> list[Told]:
+def run(rows, folder, at_once=2, *, sweep=False):
     """All rows, two engines at once. ``sweep``: and those of :mod:`.sweep`."""
     with (
         Lives(folder / "lives", at_once) as lives,
@@ -176,13 +174,13 @@ def run(rows: Sequence[Row], folder: Path, at_once: int = 2, *, sweep: bool = Fa
         ExitStack() as stack,
     ):
 
-        def began(base: Base) -> Kept | str:
+        def began(base):
             try:
                 return stack.enter_context(living(lives, base, folder / base.name))
             except EngineFailedError as error:
                 return f"A: {error.last}"
 
-        def one(row: Row, kept: Kept | str) -> Told:
+        def one(row, kept):
             place = folder / row.base / re.sub(r"\W+", "_", row.name)
             if isinstance(kept, str):
                 told = Told(row.name, row.base, NO_START, why=kept)
@@ -206,19 +204,19 @@ def run(rows: Sequence[Row], folder: Path, at_once: int = 2, *, sweep: bool = Fa
         return found
 
 
-def said(words: str) -> None:
+def said(words):
     sys.stdout.write(f"{words}\n")
     sys.stdout.flush()
 
 
-def line(told: Told) -> str:
+def line(told):
     numbers = f"{told.differs:9.2e} {told.apart:9.2e} {told.seconds:6.1f} s"
     return f"{told.base:12} {told.name:58} {numbers}  {told.verdict}" + (
         f": {told.why}" if told.why else ""
     )
 
 
-def status(told: Sequence[Told]) -> int:
+def status(told):
     """Of the program."""
     cold = [one for one in told if CONTROL in one.name and "warm" not in one.verdict]
     if cold or any(one.verdict == BLIND for one in told):
@@ -226,7 +224,7 @@ def status(told: Sequence[Told]) -> int:
     return int(any(one.verdict in (WRONG, COLD) for one in told))
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="tests.trust.identity", description=__doc__)
     parser.add_argument("--slice", action="store_true", help="what make test runs")
     parser.add_argument("--sweep", action="store_true", help="every field, every switch; longer")

@@ -1,7 +1,5 @@
 """All rows, and the engines that they begin with."""
 
-from __future__ import annotations
-
 from tests.trust.identity import adapters, configured, content, media, places
 from tests.trust.identity.rows import Base, Row
 

@@ -7,10 +7,8 @@ or a prefill was split elsewhere, they may differ by what computing it anew give
 measured (:func:`noise`).
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 Answer = Mapping[str, Any]
@@ -20,7 +18,7 @@ _LEAST = 1e-6
 """Of float32, where nothing was measured."""
 
 
-def distance(one: Answer, other: Answer) -> float:
+def distance(one, other):
     """The largest difference of two log-probabilities, up to the first token that differs.
     Infinite where nothing can be compared; 0.0: equal to the bit."""
     found = 0.0
@@ -41,11 +39,11 @@ def distance(one: Answer, other: Answer) -> float:
     return found
 
 
-def farthest(one: Iterable[Answer], other: Iterable[Answer]) -> float:
+def farthest(one, other):
     return max(map(distance, one, other), default=0.0)
 
 
-def noise(alone: Mapping[str, Any], split: Mapping[str, Any] | None = None) -> float:
+def noise(alone, split=None):
     """What computing the same anew gives: a prompt at once, after a hit of the engine's own cache,
     and in short steps (``split``)."""
     cold, own = alone["answers"]
@@ -53,7 +51,7 @@ def noise(alone: Mapping[str, Any], split: Mapping[str, Any] | None = None) -> f
     return max(found, farthest(cold, split["answers"][0])) if split else found
 
 
-def apart(ours: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
+def apart(ours, alone):
     """How far answers lie from those of the engine alone, each from the nearer one that it can be
     compared with: computed at once, or after a hit of the same length."""
     cold, own = alone["answers"]
@@ -64,15 +62,15 @@ def apart(ours: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
     return worst
 
 
-def allowed(*noises: float) -> float:
+def allowed(*noises):
     return MARGIN * max(_LEAST, *noises)
 
 
-def hits(told: Mapping[str, Any]) -> list[int]:
+def hits(told):
     """Cached tokens of the first asking: nobody but kvtier can have had them."""
     return [answer["cached"] or 0 for answer in told["answers"][0]]
 
 
-def own_hits(told: Mapping[str, Any]) -> list[int]:
+def own_hits(told):
     """Of the second asking."""
     return [answer["cached"] or 0 for answer in told["answers"][1]]

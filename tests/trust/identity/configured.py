@@ -1,13 +1,9 @@
 """Rows about configuration: the model's, the engine's, its environment, another vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from tests.integration.engine_modes import V2_ASYNC
-from tests.trust.identity.lives import Spec, newer, older
+from tests.trust.identity.lives import newer, older
 from tests.trust.identity.rows import (
     ANSWERS,
     CONTROL,
@@ -23,7 +19,7 @@ from tests.trust.identity.rows import (
 _HF = "model_config.hf_config."
 
 
-def longrope(folder: Path) -> Spec:
+def longrope(folder):
     return family(
         max_position_embeddings=4096,
         rope_parameters={
@@ -36,7 +32,7 @@ def longrope(folder: Path) -> Spec:
     )(folder)
 
 
-def scaled(kind: str, **more: Any) -> Any:
+def scaled(kind, **more):
     """Rotary positions of this kind."""
     return family(rope_parameters={"rope_type": kind, "rope_theta": 10000.0} | more)
 
@@ -47,11 +43,11 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 32
          "beta_slow": 1.0, "attention_factor": 1.0}  # fmt: skip
 
 
-def window(folder: Path) -> Spec:
+def window(folder):
     return family("mistral", sliding_window=96)(folder)
 
 
-def gemma(folder: Path) -> Spec:
+def gemma(folder):
     return family(
         "gemma3_text",
         hidden_act=None,
@@ -76,12 +72,12 @@ BASES = [
 ]
 
 
-def fields(base: str, **given: Any) -> list[Row]:
+def fields(base, **given):
     """A row for each field of the model's configuration."""
     return [Row(name, base, config(name, value=value)) for name, value in given.items()]
 
 
-def positions(base: str, **given: Any) -> list[Row]:
+def positions(base, **given):
     """A row for each of its rotary parameters."""
     return [
         Row(f"rope_parameters.{name} {value}", base, config(_ROPE, name, value=value))
@@ -131,7 +127,7 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
 _STEPS = "scheduler_config.max_num_batched_tokens"
 
 
-def _engine(name: str, shown: dict[str, str] | str | None, **given: Any) -> Row:
+def _engine(name, shown, **given):
     return Row(name, "tiny", engine(**given), shown)
 
 
@@ -190,7 +186,7 @@ QUANTIZED = [
 ]
 
 
-def variable(*, warm: bool = False, shown: bool = True, **given: str) -> Row:
+def variable(*, warm=False, shown=True, **given):
     ((name, value),) = given.items()
     fact = {f"env.{name}": value} if shown else None
     return Row(f"{name} {value}", "tiny", environment(**given), fact, warm=warm)
@@ -208,11 +204,11 @@ ENVIRONMENT = [
 ]  # fmt: skip
 
 
-def of_runner(spec: Spec, _: Path) -> Spec:
+def of_runner(spec, _):
     return replace(spec, mode=V2_ASYNC)
 
 
-def of_version(place: Path) -> Any:
+def of_version(place):
     return lambda spec, _: replace(spec, vllm=place)
 
 

@@ -1,16 +1,13 @@
 """Rows about files: weights, tokenizer, chat template, code that the model's folder brings."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.bench.model import _write_tokenizer
 from tests.trust.identity import weights
-from tests.trust.identity.lives import Spec, copied
+from tests.trust.identity.lives import copied
 from tests.trust.identity.rows import (
     CONTROL,
     PROMPTS,
@@ -36,18 +33,18 @@ _TENSORS = (
 )
 
 
-def spoken(folder: Path) -> Spec:
+def spoken(folder):
     return replace(family()(folder), prompts=SPOKEN)
 
 
-def both_forms(folder: Path) -> Spec:
+def both_forms(folder):
     """Two forms of weights lie in one folder, and they are unlike. vLLM reads one of them."""
     spec = family()(folder)
     weights.as_pickle(spec.model, weights.negated)
     return spec.engine_with(load_format="safetensors")
 
 
-def two_shards(folder: Path) -> Spec:
+def two_shards(folder):
     """Weights as vLLM's own saved state, twice."""
     from safetensors.torch import load_file, save_file
 
@@ -66,7 +63,7 @@ def two_shards(folder: Path) -> Spec:
     )
 
 
-def _as_saved_by_vllm(given: dict[str, Any]) -> dict[str, Any]:
+def _as_saved_by_vllm(given):
     import torch
 
     found = dict(given)
@@ -90,7 +87,7 @@ def _as_saved_by_vllm(given: dict[str, Any]) -> dict[str, Any]:
     return scales | {name: one.float().contiguous() for name, one in found.items()}
 
 
-def two_files(folder: Path) -> Spec:
+def two_files(folder):
     """Two whole checkpoints in one folder, of which the index names one."""
     from safetensors.torch import load_file, save_file
 
@@ -103,13 +100,13 @@ def two_files(folder: Path) -> Spec:
     return spec
 
 
-def name_in_index(model: Path, file: str) -> None:
+def name_in_index(model, file):
     names = [name for name, *_ in weights.tensors(model / file)]
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def own_class(folder: Path) -> Spec:
+def own_class(folder):
     """vLLM runs a class of the operator's own, from a file beside the model."""
     spec = family()(folder)
     write_class(spec.model, "True")
@@ -118,11 +115,11 @@ def own_class(folder: Path) -> Spec:
     ).environment_with(TEST_PYTHON=str(spec.model))
 
 
-def write_class(model: Path, halves: str) -> None:
+def write_class(model, halves):
     (model / "own_class.py").write_text(_CLASS.replace("HALVES", halves))
 
 
-def other_class(spec: Spec, folder: Path) -> Spec:
+def other_class(spec, folder):
     spec, model = own_model(spec, folder)
     write_class(model, "False")
     return spec.environment_with(TEST_PYTHON=str(model))
@@ -158,14 +155,14 @@ class ScaledModel(LlamaModel):
 """
 
 
-def own_code(folder: Path) -> Spec:
+def own_code(folder):
     """A model whose folder has Python of its own, run by vLLM's Transformers backend."""
     spec = family()(folder)
     write_code(spec.model, 1.0)
     return spec.engine_with(trust_remote_code=True, model_impl="transformers")
 
 
-def write_code(model: Path, factor: float) -> None:
+def write_code(model, factor):
     (model / "modeling_scaled.py").write_text(_CODE.replace("FACTOR", str(factor)))
     code = {
         "AutoModelForCausalLM": "modeling_scaled.Scaled",
@@ -175,7 +172,7 @@ def write_code(model: Path, factor: float) -> None:
     edit(model / "config.json", "architectures", value=["Scaled"])
 
 
-def put_in_hub(folder: Path, model: Path, number: int) -> None:
+def put_in_hub(folder, model, number):
     """``model`` as the hub's only cached snapshot."""
     hub = folder / "hub" / "models--acme--tiny"
     revision = str(number) * 40
@@ -184,13 +181,13 @@ def put_in_hub(folder: Path, model: Path, number: int) -> None:
     (hub / "refs" / "main").write_text(revision)
 
 
-def in_hub(folder: Path) -> Spec:
+def in_hub(folder):
     spec = family()(folder)
     put_in_hub(folder / "hf", spec.model, 1)
     return replace(spec, model=Path("acme/tiny")).environment_with(HF_HOME=str(folder / "hf"))
 
 
-def other_snapshot(spec: Spec, folder: Path) -> Spec:
+def other_snapshot(spec, folder):
     home = copied(Path(spec.environment["HF_HOME"]), folder / "hf")
     (old,) = (home / "hub" / "models--acme--tiny" / "snapshots").iterdir()
     model = copied(old, folder / "model")
@@ -199,11 +196,11 @@ def other_snapshot(spec: Spec, folder: Path) -> Spec:
     return spec.environment_with(HF_HOME=str(home))
 
 
-def by_path(spec: Spec, folder: Path) -> Spec:
+def by_path(spec, folder):
     return replace(own_model(spec, folder)[0], by_path=True)
 
 
-def overwritten(spec: Spec, folder: Path) -> Spec:
+def overwritten(spec, folder):
     """The weights are replaced where they lie, with the times of the old ones."""
     import os
 
@@ -214,11 +211,11 @@ def overwritten(spec: Spec, folder: Path) -> Spec:
     return spec
 
 
-def other_tokenizer(model: Path) -> None:
+def other_tokenizer(model):
     _write_tokenizer(model, seed=9)
 
 
-def swapped_tokens(model: Path) -> None:
+def swapped_tokens(model):
     """Two words of the vocabulary change places; the file keeps its size."""
     file = model / "tokenizer.json"
     whole = json.loads(file.read_text())
@@ -228,7 +225,7 @@ def swapped_tokens(model: Path) -> None:
     file.write_text(json.dumps(whole))
 
 
-def other_template(model: Path) -> None:
+def other_template(model):
     for file in (model / "chat_template.jinja", model / "tokenizer_config.json"):
         if file.exists():
             file.write_text(
@@ -236,7 +233,7 @@ def other_template(model: Path) -> None:
             )
 
 
-def _seeded(folder: Path, seed: int) -> None:
+def _seeded(folder, seed):
     import kvtier.bench.model as made
 
     folder.mkdir(parents=True)
@@ -244,12 +241,12 @@ def _seeded(folder: Path, seed: int) -> None:
     made._write_weights(folder, sizes, seed)
 
 
-def _linked(spec: Spec, folder: Path) -> Spec:
+def _linked(spec, folder):
     (folder / "link").symlink_to(spec.model)
     return replace(spec, model=folder / "link")
 
 
-def _split(model: Path) -> None:
+def _split(model):
     """As a checkpoint of two shards: the same tensors in other files."""
     from safetensors.torch import load_file, save_file
 
@@ -279,7 +276,7 @@ BASES = [
 _WARM: dict[str, Any] = {"force": None, "warm": True}
 
 
-def _edited(name: str, edit_model: Callable[[Path], None], base: str = "tiny", **more: Any) -> Row:
+def _edited(name, edit_model, base="tiny", **more):
     return Row(name, base, file_changed(edit_model), **more)
 
 

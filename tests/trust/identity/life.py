@@ -4,15 +4,13 @@ server. The engine answers each prompt of the specification twice, and tells wha
 What an engine runs is told by itself (:func:`facts`), because vLLM falls back in silence.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +33,13 @@ _ANSWER_TOKENS = 6
 class Life:
     """The engine, and how it is asked."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
+    def __init__(self, spec):
         from vllm import LLM
 
         self.llm = LLM(spec["model"], **(ENGINE | spec["engine"]))
         self.model = spec["model"]
 
-    def ask(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, prompt):
         from vllm import SamplingParams
 
         settings = SamplingParams(
@@ -60,7 +58,7 @@ class Life:
             "cached": output.num_cached_tokens,
         }
 
-    def _inputs(self, prompt: Mapping[str, Any]) -> Any:
+    def _inputs(self, prompt):
         if "chat" in prompt:
             told = self.llm.get_tokenizer().apply_chat_template(
                 prompt["chat"], add_generation_prompt=True, tokenize=True, return_dict=False
@@ -86,7 +84,7 @@ class Life:
         return inputs
 
 
-def _adapter(prompt: Mapping[str, Any]) -> Any:
+def _adapter(prompt):
     if "lora" not in prompt:
         return None
     from vllm.lora.request import LoRARequest
@@ -94,7 +92,7 @@ def _adapter(prompt: Mapping[str, Any]) -> Any:
     return LoRARequest(*prompt["lora"])
 
 
-def facts(llm: Any) -> dict[str, str]:
+def facts(llm):
     """What the engine runs: every value of its configuration by path, and under ``runs`` what its
     worker and its scheduler are made of."""
     config = llm.llm_engine.vllm_config
@@ -132,7 +130,7 @@ def facts(llm: Any) -> dict[str, str]:
     return found
 
 
-def _environment() -> dict[str, str]:
+def _environment():
     from vllm import envs
 
     found = {}
@@ -145,7 +143,7 @@ def _environment() -> dict[str, str]:
 _DEPTH = 6
 
 
-def _flat(path: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+def _flat(path, value, depth):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         inner = {
             field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
@@ -162,7 +160,7 @@ def _flat(path: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{path}.{name}" if path else str(name), one, depth + 1)
 
 
-def live(spec: Mapping[str, Any], out: Path) -> None:
+def live(spec, out):
     """Answer every prompt, twice, and write that with the facts. With ``hold``, two FIFOs by that
     name: tell by one that it is written, and live on until the other is closed."""
     life = Life(spec)
@@ -177,7 +175,7 @@ def live(spec: Mapping[str, Any], out: Path) -> None:
         life.llm.llm_engine.engine_core.shutdown()
 
 
-def read_environment() -> None:
+def read_environment():
     """What was read when the fork server started: where modules lie, and the hub's cache."""
     if folder := os.environ.get("TEST_PYTHON"):
         sys.path.insert(0, folder)
@@ -189,14 +187,14 @@ def read_environment() -> None:
         constants.HF_HUB_CACHE = constants.HUGGINGFACE_HUB_CACHE = f"{home}/hub"
 
 
-def blind() -> None:
+def blind():
     """A fault: every engine's chunks have one name, whatever it runs."""
     from kvtier.connectors.vllm import layout
 
     setattr(layout, "fingerprint", lambda _: bytes(32))  # noqa: B010 no export of its own
 
 
-def main() -> None:
+def main():
     read_environment()
     if os.environ.get("TEST_BLIND") == "1":
         blind()

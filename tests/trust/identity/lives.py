@@ -3,8 +3,6 @@
 A life costs two seconds of a core then, of which an engine's start is the most.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -12,7 +10,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,16 +51,16 @@ class Spec:
     hold: Path | None = None
     by_path: bool = False
 
-    def engine_with(self, **more: Any) -> Spec:
+    def engine_with(self, **more):
         return replace(self, engine={**self.engine, **more})
 
-    def environment_with(self, **more: str) -> Spec:
+    def environment_with(self, **more):
         return replace(self, environment={**self.environment, **more})
 
-    def with_tiers(self, **more: Any) -> Spec:
+    def with_tiers(self, **more):
         return replace(self, tiers={**(self.tiers or {}), **more})
 
-    def given(self) -> dict[str, Any]:
+    def given(self):
         """What the life's program reads."""
         engine = dict(self.engine)
         if self.tiers is not None:
@@ -78,7 +76,7 @@ class Spec:
             "hold": self.hold and str(self.hold),
         }
 
-    def variables(self) -> dict[str, str]:
+    def variables(self):
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -99,7 +97,7 @@ class EngineFailedError(Exception):
     """The engine did not live: its log."""
 
     @property
-    def last(self) -> str:
+    def last(self):
         """The last line that names an error."""
         named = re.findall(r"^.*\w(?:Error|Exception)\b.*$", str(self), re.MULTILINE)
         return str((named or [str(self)])[-1])[-240:]
@@ -109,18 +107,18 @@ class Lives:
     """Use as a context manager. ``at_once``: fork servers of the common mode; of another mode there
     is one."""
 
-    def __init__(self, folder: Path, at_once: int = 2) -> None:
+    def __init__(self, folder, at_once=2):
         self._folder, self._at_once = folder, at_once
         self._idle: dict[tuple[Mode, Path | None], queue.LifoQueue[ForkServer | None]] = {}
         self._lock, self._stack, self._count = threading.Lock(), ExitStack(), 0
 
-    def __enter__(self) -> Lives:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stack.close()
 
-    def told(self, spec: Spec, out_is: Callable[[Path], object] = id) -> dict[str, Any]:
+    def told(self, spec, out_is=id):
         """What the engine told. ``out_is`` hears in which file. Raises EngineFailedError."""
         with self._lock:
             self._count += 1
@@ -143,7 +141,7 @@ class Lives:
         return dict(json.loads(out.read_text()))
 
     @contextmanager
-    def _server(self, spec: Spec) -> Iterator[ForkServer]:
+    def _server(self, spec):
         key = (spec.mode, spec.vllm)
         with self._lock:
             if key not in self._idle:
@@ -163,14 +161,14 @@ class Lives:
             idle.put(server)
 
 
-def copied(folder: Path, into: Path) -> Path:
+def copied(folder, into):
     """A copy of a model's folder, or of a tier's."""
     return Path(shutil.copytree(folder, into, dirs_exist_ok=True))
 
 
-def older() -> Path | None:
+def older():
     return next(iter(sorted((ROOT / ".venv-old").glob("vllm-*"))), None)
 
 
-def newer() -> Path | None:
+def newer():
     return next(iter(sorted((ROOT / ".venv-next").glob("vllm-*"))), None)

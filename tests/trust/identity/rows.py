@@ -4,11 +4,9 @@ A row knows nothing of what kvtier's keys are made of. It says how B is made out
 that the difference was in force, and whether B has to be warm.
 """
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +30,12 @@ Stored = Callable[[Spec, Path], Spec]
 
 
 @contextmanager
-def of_nvme(folder: Path) -> Iterator[Stored]:
+def of_nvme(folder):
     """A folder. A's own is the first that is asked for, each of the others begins as a copy of what
     A left."""
     first = folder / "nvme"
 
-    def stored(spec: Spec, place: Path) -> Spec:
+    def stored(spec, place):
         nvme = first
         if first.exists():
             nvme = copied(first, place / "nvme")
@@ -76,7 +74,7 @@ class Row:
     planted: bool = False
 
 
-def document(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
+def document(seed, tokens=PROMPT_TOKENS):
     draw = random.Random(seed)
     return [draw.randrange(10, 400) for _ in range(tokens)]
 
@@ -89,21 +87,21 @@ SPOKEN: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def family(model_type: str = "llama", **more: Any) -> Callable[[Path], Spec]:
+def family(model_type="llama", **more):
     """A tiny model of two layers."""
 
-    def make(folder: Path) -> Spec:
+    def make(folder):
         sizes = {"num_hidden_layers": 2, "hidden_act": "silu"} | more
         return Spec(make_family(folder / "model", model_type, **sizes), PROMPTS)
 
     return make
 
 
-def engine(**more: Any) -> Change:
+def engine(**more):
     return lambda spec, _: spec.engine_with(**more)
 
 
-def switch(room: str = "", base: str = "tiny", *, warm: bool = False, **given: Any) -> Row:
+def switch(room="", base="tiny", *, warm=False, **given):
     """A row of one argument of the engine. In force where its configuration's ``room`` has it;
     without a room nothing shows it."""
     ((name, value),) = given.items()
@@ -111,20 +109,20 @@ def switch(room: str = "", base: str = "tiny", *, warm: bool = False, **given: A
     return Row(f"{name} {value}", base, engine(**given), shown, warm=warm)
 
 
-def environment(**more: str) -> Change:
+def environment(**more):
     return lambda spec, _: spec.environment_with(**more)
 
 
-def own_model(spec: Spec, folder: Path) -> tuple[Spec, Path]:
+def own_model(spec, folder):
     """B with a copy of A's model."""
     model = copied(spec.model, folder / "model")
     return replace(spec, model=model), model
 
 
-def config(*path: str, value: Any, of: str = "config.json") -> Change:
+def config(*path, value, of="config.json"):
     """Another value in a JSON file of the model's folder."""
 
-    def change(spec: Spec, folder: Path) -> Spec:
+    def change(spec, folder):
         spec, model = own_model(spec, folder)
         edit(model / of, *path, value=value)
         return spec
@@ -132,7 +130,7 @@ def config(*path: str, value: Any, of: str = "config.json") -> Change:
     return change
 
 
-def edit(file: Path, *path: str, value: Any) -> None:
+def edit(file, *path, value):
     whole = json.loads(file.read_text())
     inner = whole
     for name in path[:-1]:
@@ -141,10 +139,10 @@ def edit(file: Path, *path: str, value: Any) -> None:
     file.write_text(json.dumps(whole))
 
 
-def file_changed(edit_model: Callable[[Path], None]) -> Change:
+def file_changed(edit_model):
     """``edit_model`` is given B's copy of the model's folder."""
 
-    def change(spec: Spec, folder: Path) -> Spec:
+    def change(spec, folder):
         spec, model = own_model(spec, folder)
         edit_model(model)
         return spec

@@ -141,12 +141,8 @@ def test_the_document_the_metrics_and_the_screen_say_what_happened(served):
     assert re.search(r"^nvme +4 ", screen, re.MULTILINE)
     assert stats.connections == status.ConnectionStatus(1, 1, 3, 3, 0, 1, 0)
     (size_class,) = stats.size_classes
-    assert (size_class.slot_bytes, size_class.slots, size_class.asked, size_class.namespaces) == (
-        SLOT,
-        2,
-        4,
-        1,
-    )
+    found = (size_class.slot_bytes, size_class.slots, size_class.asked, size_class.namespaces)
+    assert found == (SLOT, 2, 4, 1)
     ram, nvme = size_class.tiers
     assert (ram.held, ram.loads, ram.stores, ram.lane) == (2, 1, 4, None)
     assert (nvme.held, nvme.loads, nvme.stores, nvme.misses) == (4, 2, 4, 0)
@@ -182,26 +178,15 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path):
             store.load(keys(token)).close()
             spare.run()
     (size_class,) = status.read(served).size_classes
-    assert size_class.tiers[0].what_if == {
-        "0.25": 0,
-        "0.5": 0,
-        "1": 0,
-        "2": 0.666667,
-        "4": 0.666667,
-        "8": 0.666667,
-    }
-    assert (size_class.policy, size_class.policy_asked, size_class.policy_hits["lru"]) == (
-        "lru",
-        36,
-        0,
-    )
+    curve = size_class.tiers[0].what_if
+    assert curve == {"0.25": 0, "0.5": 0, "1": 0, "2": 0.666667, "4": 0.666667, "8": 0.666667}
+    found = (size_class.policy, size_class.policy_asked, size_class.policy_hits["lru"])
+    assert found == ("lru", 36, 0)
     shown = samples(status.read(served))
     assert shown["kvtier_whatif_hit_ratio", "2", "ram"] == 0.666667
     assert shown["kvtier_policy_asked_chunks_total",] == 36
-    assert (shown["kvtier_policy_rules", "lru"], shown["kvtier_policy_rules", "keep90_4x"]) == (
-        1,
-        0,
-    )
+    rules = (shown["kvtier_policy_rules", "lru"], shown["kvtier_policy_rules", "keep90_4x"])
+    assert rules == (1, 0)
     assert shown["kvtier_policy_hit_chunks_total", "lru"] == 0
     assert shown["kvtier_policy_saved_chunks_total", "lru"] == 0
     screen = operate.screen(status.read(served))

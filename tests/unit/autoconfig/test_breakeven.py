@@ -64,12 +64,6 @@ def test_from_the_break_even_length_on_loading_beats_computing(
         assert prefill.seconds(tokens - 1) <= loading(tokens - 1) * (1 + 1e-9)
 
 
-def test_the_fields_example_8b_at_25k_tokens_a_second_needs_more_than_3_2_gigabytes_a_second():
-    prefill = PrefillTime(1 / 25_000)
-    assert break_even(3.2e9, 0.001, 128 * 1024, prefill, 131_072) is None
-    assert break_even(3.4e9, 0.001, 128 * 1024, prefill, 131_072) is not None
-
-
 def test_prefill_estimates_are_of_the_right_size():
     a100 = gpu_kind("NVIDIA A100-SXM4-80GB")
     assert a100 is not None

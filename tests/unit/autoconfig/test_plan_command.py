@@ -198,15 +198,3 @@ def test_a_trace_without_tokens_cannot_size_anything(text, says, tmp_path):
     (tmp_path / "trace").write_text(text)
     with pytest.raises(ConfigError, match=says):
         plan(tmp_path, "--trace", str(tmp_path / "trace"))
-
-
-def test_the_form_of_the_trace_can_be_said(tmp_path, capsys):
-    options = (*P4DE, "--trace", trace_file(tmp_path), "--json")
-    assert plan(tmp_path, *options, "--format", "mooncake") == 0
-    told = capsys.readouterr().out
-    assert plan(tmp_path, *options) == 0
-    assert capsys.readouterr().out == told
-    with pytest.raises(ConfigError, match="read as libcachesim-csv"):
-        plan(tmp_path, *options, "--format", "libcachesim-csv")
-    with pytest.raises(ConfigError, match="give --trace FILE too"):
-        plan(tmp_path, "--format", "mooncake")

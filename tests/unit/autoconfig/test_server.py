@@ -79,11 +79,8 @@ def test_a_server_takes_half_of_what_its_cgroup_and_its_disk_leave(machine, capl
         config = planned()
     assert (config.ram.bytes_, config.nvme.path) == (20 * GIB, DISK.path)
     assert config.nvme.bytes_ == 200 * GIB
-    assert {key for key, source in config.sources.items() if source == PLANNED} == {
-        "ram_bytes",
-        "nvme_path",
-        "nvme_bytes",
-    }
+    found = {key for key, source in config.sources.items() if source == PLANNED}
+    assert found == {"ram_bytes", "nvme_path", "nvme_bytes"}
     lines = [record.getMessage() for record in caplog.records]
     (told,) = [
         line for line in lines if line.startswith("auto-config: ram_bytes 20 GiB, nvme_path")
@@ -143,9 +140,6 @@ def test_a_disk_pays_where_a_long_prompt_of_a_usual_model_comes_sooner(machine, 
     gpus = Gpus(known(1, "t"), known("NVIDIA H100 80GB HBM3", "t"), pin_charged=known(False, "t"))
     machine(40, replace(DISK, read_speed=fast), gpus=gpus)
     assert (planned().nvme.path is not None) is used
-
-
-# ---- the next start ------------------------------------------------------------------------------
 
 
 def chunks(folder, size):

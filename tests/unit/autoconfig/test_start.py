@@ -90,10 +90,8 @@ def test_engines_of_one_host_get_equal_shares(monkeypatch):
         next(int(row.value) for row in plan.derived if row.key == "ram_available_bytes")
         for plan in plans
     ]
-    assert [int(plan.values()["ram_bytes"]) >> 20 for plan in plans] == [
-        free[0] // 2 >> 20,
-        free[1] // 2 // 4 >> 20,
-    ]
+    found = [int(plan.values()["ram_bytes"]) >> 20 for plan in plans]
+    assert found == [free[0] // 2 >> 20, free[1] // 2 // 4 >> 20]
 
 
 def test_an_engine_that_comes_later_gets_what_the_first_one_got(monkeypatch):
@@ -140,9 +138,6 @@ def test_pools_are_found_and_each_is_counted_once(tmp_path):
     pool.close()
     assert before is not None and after is not None
     assert after - before == 4 << 20
-
-
-# ---- what is said of it --------------------------------------------------------------------------
 
 
 def rows_of(text):

@@ -126,9 +126,6 @@ def test_gpu_memory_that_the_kernel_counts_as_ram_is_no_room(tmp_path):
         assert memory.available == known(120000000 << 10, "MemAvailable in /proc/meminfo")
 
 
-# ---- what is planned -----------------------------------------------------------------------------
-
-
 def seen(value):
     return known(value, "test")
 
@@ -225,8 +222,6 @@ def test_chunks_have_nowhere_to_stay_without_a_disk():
     assert any("no disk tier: what leaves the RAM tier's slots is lost" in w for w in plan.warnings)
     assert not any("no disk tier" in text for text in make_plan(SPARK).warnings)
 
-
-# ---- what vLLM is told ---------------------------------------------------------------------------
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 CUMEM = "--enable-cumem-allocator"

@@ -38,9 +38,6 @@ def shared_prefix(one, other):
     return same.index(False) if False in same else len(same)
 
 
-# -- workload --------------------------------------------------------------------------------------
-
-
 def test_a_query_shares_its_document_and_nothing_more_with_the_warm_up():
     warm = {ask.document: ask for ask in work().warm_up()}
     for ask in work(repeat_count=2).queries():
@@ -62,8 +59,6 @@ def test_repeat_modes_order_the_documents(mode, expected):
     assert len({tuple(ask.prompt) for ask in asks}) == 6
 
 
-# -- arms ------------------------------------------------------------------------------------------
-
 SIZES = Sizes(work(8, repeat_count=2), Geometry(16, 32, 2**16))
 
 
@@ -75,8 +70,6 @@ def test_only_the_bound_arm_keeps_the_documents_on_the_gpu():
     connected = {one for one in ARMS if "--kv-transfer-config" in server_args(ARMS[one], SIZES)}
     assert connected == set(ARMS) - {NONE, GPU_HIT}
 
-
-# -- counters and sums -----------------------------------------------------------------------------
 
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 OLDER = (
@@ -113,9 +106,6 @@ def test_an_answer_that_differs_or_is_missing_is_said_by_arm():
         same, words = verdict(summarise(rounds))
         assert not same and "kvtier-ram (1)" in words
     assert verdict(summarise(two_rounds([7, 8])))[0]
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def arguments(*given):
@@ -162,9 +152,6 @@ def test_different_answers_and_failed_requests_fail_the_run(tmp_path):
 def test_wrong_flags_are_refused(given):
     with pytest.raises(SystemExit):
         arguments(given)
-
-
-# -- client, against a real HTTP server ------------------------------------------------------------
 
 
 class Plain(BaseHTTPRequestHandler):

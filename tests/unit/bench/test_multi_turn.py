@@ -37,9 +37,6 @@ def arguments(*words):
     return parser.parse_args(words)
 
 
-# ---- what clients do -----------------------------------------------------------------------------
-
-
 def talk(engine, by, pause=None, **more):
     asker = Client(f"http://127.0.0.1:{engine.port}", "stub", True, 20.0)
     return Talk(asker, work(**more), by, lambda: None, pause).run()
@@ -75,9 +72,6 @@ def test_all_conversations_pause_after_a_turn_and_what_happens_there_happens_onc
         turns = talk(engine, None, Pause(2, lambda: acts.append(len(engine.asked))))
     assert acts == [6], "after the second turn of all three, and before anybody's third"
     assert len(turns) == 9
-
-
-# ---- sums and files ------------------------------------------------------------------------------
 
 
 def turn(session, number, ttft, engine="engine-1", cached=0):
@@ -126,9 +120,6 @@ def test_a_router_that_runs_is_measured_by_what_each_answer_says(tmp_path, capsy
     assert "server" in capsys.readouterr().out
     named = ["x-session-id" in headers for body, headers in engine.asked if "stream" in body]
     assert len(named) == 4 and all(named)
-
-
-# ---- arms and refusals ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

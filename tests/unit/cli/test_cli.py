@@ -35,11 +35,8 @@ def test_config_yaml_is_a_file_that_gives_the_same(capsys, tmp_path):
     assert cli.main(["config", "--yaml", *given]) == 0
     printed = capsys.readouterr().out
     values = yaml.safe_load(printed)
-    assert (values["ram"]["bytes"], values["nvme"]["path"], values["engine"]["save_decode"]) == (
-        4 * 2**30,
-        "/mnt/a b",
-        False,
-    )
+    found = (values["ram"]["bytes"], values["nvme"]["path"], values["engine"]["save_decode"])
+    assert found == (4 * 2**30, "/mnt/a b", False)
     (tmp_path / "again.yaml").write_text(printed)
     assert cli.main(["config", "--yaml", "--config", str(tmp_path / "again.yaml")]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == values
@@ -96,9 +93,6 @@ def test_a_wrong_word_is_one_line_and_not_all_of_the_usage(words, said, capsys):
     told = capsys.readouterr().err
     assert end.value.code == 2
     assert said in told and told.count("\n") == 1 and "--help" in told
-
-
-# ---- flags ---------------------------------------------------------------------------------------
 
 
 def refused(capsys, *words):

@@ -377,10 +377,8 @@ def test_another_connector_is_refused_and_ours_is_left_alone():
     assert beside == "KVTierConnector beside no other"
     assert warned.startswith("kv_load_failure_policy is fail, vLLM's default: a request whose")
     (flag, last) = vllm_command.recomputing(command)[-2:]
-    assert (flag, json.loads(last)) == (
-        command[0],
-        several | {"kv_load_failure_policy": "recompute"},
-    )
+    got = (flag, json.loads(last))
+    assert got == (command[0], several | {"kv_load_failure_policy": "recompute"})
     assert vllm_command.transfer(vllm_command.recomputing(command), False) == [beside]
     around = ["m", f"--kv-transfer-config={command[1]}", "--seed", "1"]
     assert vllm_command.recomputing(around) == ["m", "--seed", "1", flag, last]

@@ -162,9 +162,6 @@ def test_a_server_runs_nothing_of_the_working_folder(trap, env):
     assert trap.ran == ""
 
 
-# ---- the environment of a child ------------------------------------------------------------------
-
-
 def test_only_absolute_places_are_left_of_the_paths():
     given = {
         "PATH": ":/usr/bin:.:bin:/bin:",
@@ -185,10 +182,8 @@ def test_an_operators_own_safe_path_is_left_to_the_engine(trap, env):
 
 def test_settings_stay_with_kvtier():
     secrets = {"KVTIER_ENCRYPTION_KEY": "k", "KVTIER_REDIS_URL": "r", "LMCACHE_REMOTE_URL": "l"}
-    assert processes.without_settings(secrets | {"A": "1"}, "KVTIER_REDIS_URL") == {
-        "KVTIER_REDIS_URL": "r",
-        "A": "1",
-    }
+    found = processes.without_settings(secrets | {"A": "1"}, "KVTIER_REDIS_URL")
+    assert found == {"KVTIER_REDIS_URL": "r", "A": "1"}
     own = {"AWS_SECRET_ACCESS_KEY": "s", "PATH": "/bin", "LC_ALL": "C"}
     assert processes.chosen(secrets | own | {"PATHETIC": "1"}, "AWS_*") == own
 

@@ -61,11 +61,8 @@ def test_each_source_beats_the_one_before(tmp_path):
     file = written(tmp_path, text)
     env = {"KVTIER_CONFIG_FILE": file, "KVTIER_HOST_ENGINES": "4", "KVTIER_SERVER_TIMEOUT_MS": "6"}
     config = load(env=env, flags={"server_timeout_ms": 7, "save_decode": None})
-    assert (config.engine.chunk_tokens, config.engine.host_engines, config.server.timeout_ms) == (
-        512,
-        4,
-        7,
-    )
+    found = (config.engine.chunk_tokens, config.engine.host_engines, config.server.timeout_ms)
+    assert found == (512, 4, 7)
     assert source_of(config, "chunk_tokens") == f"file {file}"
     assert source_of(config, "host_engines") == "environment KVTIER_HOST_ENGINES"
     assert source_of(config, "server_timeout_ms") == "flag"
@@ -117,11 +114,8 @@ def test_what_kvtier_writes_it_reads(tmp_path):
 
 def test_an_old_flat_name_is_read_and_told_its_new_one_once(tmp_path):
     config = load(written(tmp_path, "server: unix:///s\nnvme_path: /kv\nnvme: {bytes: 1GiB}\n"))
-    assert (config.server.address, config.nvme.path, config.nvme.bytes_) == (
-        "unix:///s",
-        "/kv",
-        GIB,
-    )
+    found = (config.server.address, config.nvme.path, config.nvme.bytes_)
+    assert found == ("unix:///s", "/kv", GIB)
     told = [remark.text for remark in config.remarks]
     assert len(told) == 2
     assert "is an old name of server.address" in told[0]

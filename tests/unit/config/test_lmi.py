@@ -71,10 +71,8 @@ def test_a_config_file_named_there_counts_from_its_folder(tmp_path):
     properties = tmp_path / "serving.properties"
     properties.write_text("option.lmcache_config_file=lm.yaml\n")
     found = load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
-    assert (found.engine.chunk_tokens, found.sources["chunk_tokens"]) == (
-        512,
-        f"LMCache file {tmp_path}/lm.yaml: chunk_size",
-    )
+    got = (found.engine.chunk_tokens, found.sources["chunk_tokens"])
+    assert got == (512, f"LMCache file {tmp_path}/lm.yaml: chunk_size")
 
 
 def test_file_and_auto_together_are_refused_naming_both(tmp_path):
@@ -87,20 +85,14 @@ def test_file_and_auto_together_are_refused_naming_both(tmp_path):
     assert f"the file {tmp_path}/lm.yaml sets sizes by hand" in str(refused.value)
 
 
-# -- LMCache's variables ---------------------------------------------------------------------------
-
-
 def test_without_the_word_lmcache_variables_are_not_ours():
     assert load(env=DJL).sources == {}
 
 
 def test_with_the_word_each_lmcache_variable_is_read_and_answered_for():
     found = load(env={**DJL, "KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_ENABLE_P2P": "True"}, ranks=2)
-    assert (found.ram.bytes_, found.nvme.bytes_, found.nvme.path) == (
-        20 * GIB,
-        200 * GIB,
-        "/tmp/lmcache",
-    )
+    got = (found.ram.bytes_, found.nvme.bytes_, found.nvme.path)
+    assert got == (20 * GIB, 200 * GIB, "/tmp/lmcache")
     assert found.sources["ram_bytes"] == "environment LMCACHE_MAX_LOCAL_CPU_SIZE"
     told = [remark.text for remark in found.remarks]
     said = [text.removeprefix("LMCache key ").partition("=")[0] for text in told]
@@ -156,9 +148,6 @@ def test_a_disk_that_auto_config_leaves_out_is_not_used_unless_its_size_was_give
     assert (sized.nvme.path, sized.nvme.bytes_) == ("/dev/shm/x", GIB)
     djl = {**DJL, "KVTIER_REPLACE_LMCACHE": "1", "OPTION_LMCACHE_AUTO_CONFIG": "1"}
     assert filled(load(env=djl), plan, "auto-config").nvme.path is None
-
-
-# -- vLLM's plug-in, on its factory ----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -83,12 +83,8 @@ def test_sentinels_have_a_login_of_their_own():
 
 def test_a_socket_has_a_path_and_a_database():
     url = parse("unix:///run/my%20redis.sock?db=2")
-    assert (url.path, url.database, url.seeds, url.label) == (
-        "/run/my redis.sock",
-        2,
-        (),
-        "/run/my redis.sock",
-    )
+    found = (url.path, url.database, url.seeds, url.label)
+    assert found == ("/run/my redis.sock", 2, (), "/run/my redis.sock")
 
 
 REFUSED = {
@@ -178,8 +174,6 @@ def test_a_certificate_file_that_is_not_there_is_said_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="certificate files cannot be used"):
         RedisServers(f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem")
 
-
-# ---- secrets -------------------------------------------------------------------------------------
 
 SECRET = "S3CRET"
 ANY = st.text(max_size=6) | st.text("/?#@:%& \n[]+,=", max_size=6)

@@ -25,9 +25,6 @@ SLOTS = 4
 PAGES = SLOTS * SLOT // HUGE_BYTES
 
 
-# ---- ordinary memory -----------------------------------------------------------------------------
-
-
 def test_every_mapping_begins_with_a_huge_page():
     pools = [Pool(3, PAGE) for _ in range(5)]
     pools += [Pool.attach(pool.path, 3, PAGE) for pool in pools]
@@ -125,20 +122,13 @@ def test_memory_that_goes_back_is_no_huge_page_any_more_and_reads_as_zeros():
     before = os.fstat(pool.fd).st_blocks * 512
     pool.give_back(1)
     assert before - os.fstat(pool.fd).st_blocks * 512 >= SLOT - HUGE_BYTES
-    assert [pool.in_huge_pages(pool.view(slot)) for slot in range(SLOTS)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    found = [pool.in_huge_pages(pool.view(slot)) for slot in range(SLOTS)]
+    assert found == [False, False, True, True]
     assert bytes(pool.view(1)) == bytes(SLOT)
     assert bytes(pool.view(0)) == b"\1" * SLOT
     assert bytes(pool.view(2)) == b"\3" * SLOT
     pool.populate(1, 1)
     assert os.fstat(pool.fd).st_blocks * 512 >= before, "it is there again when it is asked for"
-
-
-# ---- reserved pages ------------------------------------------------------------------------------
 
 
 @pytest.mark.alone

@@ -185,9 +185,6 @@ def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison
     assert shadows.hits()["lru"] == 0 and shadows.now != 0
 
 
-# ---- tiers below RAM ---------------------------------------------------------------------------
-
-
 def test_a_tier_below_keeps_of_a_loop_among_scans_what_lru_never_would():
     trace = list(scans_and_a_loop(1500))
     lru = simulate(trace, Cache(RAM, NVME, policy="lru"))

@@ -9,7 +9,6 @@ import pytest
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Orders
-from kvtier.eviction.order import LRU
 from kvtier.store.directory import Directory
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -100,29 +99,6 @@ def keeping(made):
         return made[-1]
 
     return make
-
-
-def hits(policy):
-    """One system prompt among prompts that come once, each saved in two steps and held by a reader
-    meanwhile."""
-    store, served = Store(Pool(8, SLOT), orders=Orders(policy)), 0
-    system = [1, 2, 3]
-    for number in range(40):
-        scan = [100 + number * 8 + part for part in range(6)]
-        for tokens in (system, scan) if number % 3 == 0 or number == 1 else (scan,):
-            run = LAYOUT.keys(tokens)
-            with store.load(run) as load:
-                served += load.poll().ready
-                for most in (3, len(run)):
-                    with store.save(run[:most]) as lease:
-                        lease.commit()
-        store.check(idle=True)
-    return served
-
-
-def test_a_policy_that_remembers_hits_more_than_lru_under_the_real_store():
-    assert hits(LRU) < 6, "the scans push the system prompt out"
-    assert hits(Twice) > 30, "it was used a second time, so it stays"
 
 
 @pytest.mark.parametrize("steps", [1, 4])

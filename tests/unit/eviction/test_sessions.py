@@ -44,10 +44,8 @@ def test_of_a_long_system_prompt_the_third_conversation_tells():
     for user in range(4):
         sessions.seen(keys(*system, user, user, user))
     for user in (2, 3):
-        assert (
-            exclusive(sessions, keys(*system, user, user, user))
-            == keys(*system, user, user, user)[9:]
-        )
+        found = exclusive(sessions, keys(*system, user, user, user))
+        assert found == keys(*system, user, user, user)[9:]
     assert sessions.seen(keys(*system, 3, 3, 3, 4)) == sessions.seen(keys(*system, 3, 3, 3, 4, 5))
 
 

@@ -204,17 +204,12 @@ def test_how_a_request_ended_is_in_the_line_of_its_prompt(recording):
     recording.recorder.finished(Ended(1, 0, words))
     recording.recorder.finished(Ended(77, 5, "stop"))
     recording.lane.run()
-    assert [(one["output_length"], one["stop"]) for one in recording.lines()] == [
-        (31, "length"),
-        (0, "other"),
-    ]
+    ends = [(one["output_length"], one["stop"]) for one in recording.lines()]
+    assert ends == [(31, "length"), (0, "other")]
     assert recording.recorder.close(1.0)
     told = sorted(recording.trace(), key=lambda request: request.at)
-    assert [(one.at, one.output, one.stop) for one in told] == [
-        (0.0, 0, "other"),
-        (1.0, 31, "length"),
-        (2.0, None, ""),
-    ]
+    found = [(one.at, one.output, one.stop) for one in told]
+    assert found == [(0.0, 0, "other"), (1.0, 31, "length"), (2.0, None, "")]
 
 
 def test_a_prompt_whose_end_is_not_told_is_written_without_it(recording):

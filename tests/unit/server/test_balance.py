@@ -12,22 +12,15 @@ def full(room, age, wanted=0, unit=10):
     return Side(room, unit, 0, room, wanted, age)
 
 
-# ---- when a size comes or goes -------------------------------------------------------------------
-
-
 def test_what_nobody_holds_makes_the_sizes_equal():
-    assert divide(PLACE, {1: Side(0, 10, 0, 0), 2: Side(0, 20, 0, 0)}) == {
-        1: PLACE // 2,
-        2: PLACE // 2,
-    }
+    found = divide(PLACE, {1: Side(0, 10, 0, 0), 2: Side(0, 20, 0, 0)})
+    assert found == {1: PLACE // 2, 2: PLACE // 2}
     assert divide(PLACE, {1: Side(0, 10, 0, 0)}) == {1: PLACE}
 
 
 def test_who_holds_more_than_his_part_keeps_it_as_long_as_there_is_room():
-    assert divide(PLACE, {1: Side(0, 10, 0, 70_000), 2: Side(0, 20, 0, 0)}) == {
-        1: 70_000,
-        2: 10_000,
-    }
+    found = divide(PLACE, {1: Side(0, 10, 0, 70_000), 2: Side(0, 20, 0, 0)})
+    assert found == {1: 70_000, 2: 10_000}
 
 
 def test_the_largest_gives_what_a_new_size_keeps_at_least():
@@ -38,9 +31,6 @@ def test_the_largest_gives_what_a_new_size_keeps_at_least():
 def test_where_not_even_the_least_is_there_nobody_gets_more_than_there_is():
     rooms = divide(100, {1: Side(0, 90, 0, 90), 2: Side(0, 80, 0, 0)})
     assert sum(rooms.values()) <= 100 and rooms[1] >= 20
-
-
-# ---- in every turn -------------------------------------------------------------------------------
 
 
 def test_nothing_moves_to_who_lacks_nothing():

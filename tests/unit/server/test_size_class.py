@@ -125,20 +125,14 @@ def test_what_somebody_holds_is_taken_when_he_lets_go(bench):
     keys = layout(4096).keys(range(64))
     filling = first.store.save(keys)
     second = bench.get(8192, users=1)
-    assert (first.store.most_held, first.store.sharing.occupied, second.store.most_held) == (
-        62,
-        64,
-        0,
-    )
+    found = (first.store.most_held, first.store.sharing.occupied, second.store.most_held)
+    assert found == (62, 64, 0)
     for key, view in zip(filling.keys, filling.views(), strict=True):
         view[:] = content(key, 4096)
     filling.commit()
     bench.settle()
-    assert (first.store.sharing.occupied, second.store.most_held, bench.bytes_in_use) == (
-        62,
-        1,
-        BUDGET,
-    )
+    found = (first.store.sharing.occupied, second.store.most_held, bench.bytes_in_use)
+    assert found == (62, 1, BUDGET)
     assert len(load(first.store, keys)) == 62
     first.store.check(idle=True)
 
@@ -180,10 +174,8 @@ def test_a_folder_that_rests_is_warm_until_another_size_needs_the_room_and_that_
     assert second.store.stats()["nvme_held"] < 14 and bench.discarded == []
     (said,) = [one for one in caplog.records if "no engine" in one.message]
     assert said.levelname == "WARNING"
-    assert (
-        "8192 bytes: no engine for 10 minutes or more, the last was 'llama, process 7'; they "
-        in (said.message)
-    )
+    found = "8192 bytes: no engine for 10 minutes or more, the last was 'llama, process 7'; they "
+    assert found in said.message
     assert bench.size_classes.close(10.0)
 
 
@@ -225,10 +217,8 @@ def test_sizes_from_before_are_opened_together_with_their_parts(bench):
     for future in bench.size_classes.prepare(None, [4096, 8192]).values():
         future.result(DEADLINE_S)
     assert bench.opened == [(4096, True), (8192, True)]
-    assert [size_class.store.most_held for size_class in bench.size_classes.open.values()] == [
-        32,
-        16,
-    ]
+    found = [size_class.store.most_held for size_class in bench.size_classes.open.values()]
+    assert found == [32, 16]
 
 
 def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(bench):
@@ -340,11 +330,8 @@ def test_pages_of_slots_that_a_size_is_given_are_there_before_they_are_used():
     store.sharing.lend(Lane("pool", 1, urgent_bound=1, bound=1))
     assert (store.most_held, store.sharing.occupied, os.fstat(pool.fd).st_blocks) == (0, 0, 0)
     whole(store.sharing.limit({"ram": 5}))
-    assert (store.most_held, store.sharing.occupied, os.fstat(pool.fd).st_blocks * 512) == (
-        5,
-        5,
-        5 * 4096,
-    )
+    found = (store.most_held, store.sharing.occupied, os.fstat(pool.fd).st_blocks * 512)
+    assert found == (5, 5, 5 * 4096)
     assert store.close()
 
 

@@ -101,9 +101,6 @@ def test_a_turn_that_fails_ends_nobody_elses():
     assert bench.done == "1"
 
 
-# ---- with a loop ---------------------------------------------------------------------------------
-
-
 class Visited(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         transport.abort()

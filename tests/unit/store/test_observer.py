@@ -69,8 +69,6 @@ def test_only_what_an_observer_overrides_is_called_and_once():
     ]
 
 
-# ---- each keeps a bounded number of things -------------------------------------------------------
-
 BOUND = 8
 
 

@@ -112,10 +112,8 @@ def test_what_leaves_next_is_written_before_it_leaves_and_comes_back():
     assert store.lookup(first).progress == Progress(0, 2)
     with store.load(first) as lease:
         lane.run()
-        assert [lease.poll(), [bytes(view[:40]) for view in lease.views()]] == [
-            Progress(2, 0),
-            first,
-        ]
+        found = [lease.poll(), [bytes(view[:40]) for view in lease.views()]]
+        assert found == [Progress(2, 0), first]
     tier.writes = 0
     save(store, keys(7, 8))
     lane.run()
@@ -346,8 +344,6 @@ def test_with_a_limit_chunks_are_written_when_ram_drops_them(tmp_path, limit, wr
     save(store, keys(1, 2, 3))
     assert store.lanes[0].close(60.0)
     stats = store.stats()
-    assert (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"]) == (
-        written_at_once,
-        written_at_once,
-    )
+    found = (stats.get("nvme_stored", 0), store.tiers[0].counts["writes"])
+    assert found == (written_at_once, written_at_once)
     store.close()

@@ -121,15 +121,6 @@ def test_a_load_without_a_hit_is_none(bench):
     assert sum(bench.store.timings.of("load", "ram").counts) == 0
 
 
-def test_every_series_is_there_before_anything_happens(bench):
-    now, name = read(bench.store), bench.tier.name
-    assert {(timing.what, timing.tier) for timing in now.timings} == {
-        *(("lookup", ""), ("load_wait", ""), ("save", ""), ("load", "ram")),
-        *((what, name) for what in ("load", "promotion", "spill")),
-    }
-    assert all(timing.counts == [0] * (len(BOUNDS) + 1) for timing in now.timings)
-
-
 def test_evictions_are_counted_where_they_happen():
     bench = Bench(slots=2, capacity=3)
     bench.save(keys(1, 2))

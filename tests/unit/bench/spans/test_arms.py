@@ -32,9 +32,6 @@ def arguments(*words):
     return parser.parse_args(["--model", "m", *words])
 
 
-# -- workload --------------------------------------------------------------------------------------
-
-
 def test_a_question_has_different_documents_of_one_pool_in_any_order():
     questions = work().questions(0)
     assert len(questions) == 40
@@ -62,9 +59,6 @@ def test_spans_are_asked_for_where_documents_lie_and_their_homes_are_warmed():
             assert any(one[: len(home)] == home for one in warm)
 
 
-# -- arms ------------------------------------------------------------------------------------------
-
-
 def sizes_of():
     return Sizes(work(), Geometry(16, 32, 2**16))
 
@@ -82,9 +76,6 @@ def test_arms_differ_in_who_keeps_what_and_in_the_order():
         assert (env.get("KVTIER_SPANS") == "on") == arm.name.startswith("spans-")
     ram = int(server_env(ARMS["kvtier"], sizes)["KVTIER_RAM_BYTES"].removesuffix("MiB"))
     assert ram * 2**20 >= 80 * work().longest * sizes.geometry.token_bytes
-
-
-# -- sums ------------------------------------------------------------------------------------------
 
 
 def told(*tokens, **first):
@@ -148,9 +139,6 @@ def test_right_answers_are_counted_by_kind_of_question():
     assert kinds["order"]["as_full_prefill"]["same_first_token"] == 1
     assert any(line.split()[:2] == ["right", "answers"] for line in screen(found))
     assert as_json(results([1, 7]), results([1, 7]).runs[1])["by_kind"] == {}
-
-
-# -- files and flags -------------------------------------------------------------------------------
 
 
 def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(tmp_path, capsys):

@@ -15,9 +15,6 @@ def documents(count=6):
     return toy.pool(draw, [draw.randint(toy.SHORTEST, 60) for _ in range(count)])
 
 
-# -- workload --------------------------------------------------------------------------------------
-
-
 def test_kinds_take_turns_and_every_answer_is_known():
     asked = toy.questions(40, zipf=1.0, seed=0)
     assert [known.kind for _, known in asked] == [*toy.KINDS] * 10
@@ -30,9 +27,6 @@ def test_kinds_take_turns_and_every_answer_is_known():
         tokens = as_ask(0, 0, question, "given", 1).prompt
         assert len(tokens) < toy.LONGEST
     assert toy.questions(40, 1.0, 0) == asked != toy.questions(40, 1.0, 1)
-
-
-# -- training --------------------------------------------------------------------------------------
 
 
 def test_what_is_trained_is_the_llama_that_others_read(tmp_path):

@@ -131,10 +131,8 @@ def test_recorded_sessions_and_ends_are_read():
     requests = list(
         read([line([1], session="a"), line([1, 2], session="a", over=True, colour="blue"), "\n"])
     )
-    assert [(hinted.session, hinted.hint.over) for hinted in requests] == [
-        ("a", False),
-        ("a", True),
-    ]
+    found = [(hinted.session, hinted.hint.over) for hinted in requests]
+    assert found == [("a", False), ("a", True)]
 
 
 @pytest.mark.parametrize(("keep_s", "hits"), [(60, 2), (5, 0), (0, 0), (-1, 0), ("soon", 0)])
