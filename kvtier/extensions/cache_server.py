@@ -81,8 +81,7 @@ def load_each(
 ) -> list[bool]:
     """Load every chunk that is held, also behind one that is not. Says of each whether ``take`` got
     it and could use it."""
-    places = [place for place, held in enumerate(server.known(keys)) if held]
-    taken = [False] * len(keys)
+    places, taken = list(range(len(keys))), [False] * len(keys)
     while places and time.monotonic() < until:
         run = places
 
@@ -90,8 +89,9 @@ def load_each(
             taken[run[number]] = take(run[number], slot)
             return taken[run[number]]
 
-        count = server.load([keys[place] for place in run], one, until)
-        places = run[count + 1 :]
+        behind = run[server.load([keys[place] for place in run], one, until) + 1 :]
+        known = server.known([keys[place] for place in behind]) if behind else ()
+        places = [place for place, held in zip(behind, known, strict=True) if held]
     return taken
 
 

@@ -1,0 +1,176 @@
+"""KVTierTier beside vLLM's own ``fs`` tier: the same calls on one view of memory have the same
+answers and the same bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from mmap import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.connectors import vllm_tier as entry
+from kvtier.core.errors import ConfigError
+from kvtier.extensions import vllm_tier
+from kvtier.extensions.cache_server import Attached
+from tests.child_process import wait_for
+from tests.unit.extensions.vllm_tier.tiering import (
+    LAYOUT,
+    OURS,
+    PATIENT,
+    chunk_keys,
+    engine_config,
+    make_spec,
+)
+
+ROW = LAYOUT.chunk_bytes
+
+
+class Both:
+    """Both tiers on one memory."""
+
+    def __init__(self, model: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+        from vllm.config import KVEventsConfig
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        self.rows: Any = np.frombuffer(mmap(-1, 32 * ROW), np.uint8).reshape(
+            32, ROW
+        )  # of whole pages
+        events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        vllm_config = engine_config(model, [], kv_events_config=events)
+        spec, view = make_spec(vllm_config), self.rows.data
+        self.ours, self.theirs = (
+            SecondaryTierFactory.create_secondary_tier(given, view, spec)
+            for given in (ours, theirs)
+        )
+        self._job = 0
+
+    def each(self, call: Any) -> list[Any]:
+        return [call(self.ours), call(self.theirs)]
+
+    def move(self, tier: Any, keys: list[Any], first_row: int, *, load: bool) -> Any:
+        """The result of a job that stores rows, or loads into them."""
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        self._job += 1
+        places = np.arange(first_row, first_row + len(keys), dtype=np.int32)
+        job = TransferJob(self._job, tuple(keys), places, load, SimpleNamespace(req_id="r"))
+        (tier.submit_load if load else tier.submit_store)(job)
+        found: list[Any] = []
+
+        def ended() -> bool:
+            found.extend(tier.get_finished_jobs())
+            return bool(found)
+
+        wait_for(ended, "the job's result")
+        (result,) = found
+        assert result.job_id == self._job
+        return result
+
+    def held(self, tier: Any, keys: list[Any], request: str = "r") -> list[str]:
+        context, answers = SimpleNamespace(req_id=request), list[str]()
+
+        def decided() -> bool:
+            answers[:] = [tier.lookup(key, context).name for key in keys]
+            tier.on_schedule_end(None)
+            return "RETRY" not in answers
+
+        wait_for(decided, "verdicts")
+        return answers
+
+
+@pytest.fixture
+def both(model, server, tmp_path) -> Iterator[Both]:
+    ours = OURS | {"server": str(server.address), "enable_kv_events": True} | PATIENT
+    theirs = {"type": "fs", "root_dir": str(tmp_path), "enable_kv_events": True}
+    found = Both(model, ours, theirs | {"locality": "LOCAL"})
+    yield found
+    found.each(lambda tier: tier.shutdown())
+
+
+def test_what_is_stored_is_found_and_loaded_and_the_rest_is_a_miss(both) -> None:
+    keys = chunk_keys(1, 8)
+    both.rows[:8] = np.random.default_rng(0).integers(0, 256, (8, ROW), np.uint8)
+    assert both.each(lambda tier: both.held(tier, keys)) == [["MISS"] * 8] * 2
+    both.each(lambda tier: tier.on_request_finished(SimpleNamespace(req_id="r")))
+    for tier in (both.ours, both.theirs):
+        result = both.move(tier, keys[:5], 0, load=False)
+        assert result.success and result.transfer_bytes == 5 * ROW
+        assert both.held(tier, keys) == ["HIT"] * 5 + ["MISS"] * 3
+        both.rows[16:] = 0
+        assert both.move(tier, keys[:5], 16, load=True).success
+        assert (both.rows[16:21] == both.rows[:5]).all()
+    ours, theirs = both.each(lambda tier: [*tier.take_events()])
+    assert ours == theirs and ours[0].medium.name == "STORAGE" and not ours[0].removed
+    assert both.each(lambda tier: [*tier.take_events()]) == [[], []]
+
+
+def test_a_chunk_that_is_gone_fails_by_its_key_and_is_a_miss_until_its_request_ends(both) -> None:
+    keys = chunk_keys(2, 6)
+    for tier in (both.ours, both.theirs):
+        assert both.move(tier, keys, 0, load=False).success
+        assert both.held(tier, keys) == ["HIT"] * 6
+    assert isinstance(both.ours._server, Attached)
+    both.ours._server.invalidate(both.ours._named([keys[3]]))
+    path = both.theirs.file_mapper.get_file_name(keys[3])
+    os.unlink(path)
+    ours, theirs = both.each(lambda tier: both.move(tier, keys, 16, load=True))
+    assert not ours.success and not theirs.success
+    assert set(theirs.successful_keys) == set(keys[:3])
+    assert set(ours.successful_keys) == {*keys[:3], *keys[4:]}, "what lies behind it is kept"
+    left = both.each(lambda tier: both.held(tier, keys))
+    assert [one[3] for one in left] == ["MISS"] * 2
+    assert left[0] == ["HIT"] * 3 + ["MISS"] + ["HIT"] * 2
+    assert [event.removed for event in both.ours.take_events()] == [False, True]
+    assert both.ours.get_stats().reduce() == {
+        f"kvtier_tier_chunks:('{name}',)": count
+        for name, count in {"hit": 6, "stored": 6, "loaded": 5, "not_loaded": 1}.items()
+    }
+    assert both.ours.get_stats() is None
+
+
+def test_a_hung_server_is_a_miss_in_time_and_ends_every_job(model, server, tmp_path) -> None:
+    ours = OURS | {"server": str(server.address), "server_timeout_ms": 50, "load_timeout_ms": 300}
+    both = Both(model, ours, {"type": "fs", "root_dir": str(tmp_path)})
+    keys = chunk_keys(3, 6)
+    both.move(both.ours, keys, 0, load=False)
+    with server.paused():
+        assert both.held(both.ours, keys) == ["MISS"] * 6
+        assert not both.move(both.ours, keys, 16, load=True).success
+        assert not both.move(both.ours, chunk_keys(4, 6), 0, load=False).success
+        both.ours.drain_jobs()
+        both.each(lambda tier: tier.shutdown())
+
+
+def test_a_reset_of_vllms_caches_leaves_nothing_for_what_may_have_other_weights(both) -> None:
+    keys = chunk_keys(5, 2)
+    assert both.move(both.ours, keys, 0, load=False).success
+    both.ours.drain_jobs()
+    assert both.held(both.ours, keys) == ["MISS"] * 2
+    assert both.move(both.ours, keys, 0, load=False).success
+    both.ours.on_request_finished(SimpleNamespace(req_id="r"))
+    assert both.held(both.ours, keys) == ["HIT"] * 2
+
+
+def test_an_unknown_key_is_refused_by_its_name(model, server, tmp_path) -> None:
+    for given, words in (({"ram": 1}, "ram in secondary_tiers"), ({"server": "x"}, "server")):
+        with pytest.raises(ConfigError, match=words):
+            Both(model, OURS | {"server": str(server.address)} | given, {})
+
+
+def test_a_vllm_that_was_not_tested_is_refused_in_words(monkeypatch) -> None:
+    monkeypatch.setattr(vllm_tier, "running", lambda: "0.34.0")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.34\.0: KVTierTier is tested with 0\.32 and"):
+        _ = entry.KVTierTier
+
+
+def test_nothing_is_held_of_a_server_that_is_not_there(model, tmp_path) -> None:
+    ours = OURS | {"server": f"unix://{tmp_path}/none.sock", "load_timeout_ms": 300}
+    both = Both(model, ours, {"type": "fs", "root_dir": str(tmp_path)})
+    keys = chunk_keys(6, 2)
+    assert both.held(both.ours, keys) == ["MISS"] * 2
+    assert not both.move(both.ours, keys, 0, load=False).success
+    both.each(lambda tier: tier.shutdown())
