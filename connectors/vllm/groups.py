@@ -387,7 +387,6 @@ class Geometry:
         return Run(named, len(lead), computed, end)
 
     def pieces(self, run: Run) -> list[Piece]:
-        """Of the keys that are wanted."""
         if self.anchors[0].kind is not Kind.FULL:
             return self._pieces(self.groups, run.end, run.computed)
         wide = self.pieces_per_chunk * len(self.anchors)

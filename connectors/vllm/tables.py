@@ -60,7 +60,6 @@ class BlockTables:
 
 
 def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
-    """None where the group does not have all of a piece's blocks (any more)."""
     group, count = piece.group, geometry.blocks_per_piece(piece.group)
     first = geometry.first_block(piece)
     blocks = list(tables[group.number][first : first + count])

@@ -67,7 +67,6 @@ def running() -> str:
 
 
 def _is_before(version: str, other: tuple[int, int]) -> bool:
-    """False for an unknown version."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     return len(numbers) == 2 and numbers < other
 

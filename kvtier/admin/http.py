@@ -101,7 +101,6 @@ class Around(NamedTuple):
 async def beside(
     server: Server, port: Port, token: bytes | None, around: Around
 ) -> AsyncIterator[None]:
-    """For as long as the context lasts."""
     places, history = Places(server.loop, port.tls), History(server)
     runner = web.AppRunner(
         Admin(server, port, token, around, places, history).app(),
@@ -424,7 +423,6 @@ class Admin:
 
 
 def _by_tier(store: Store, keys: Sequence[ChunkKey]) -> Steps[list[int]]:
-    """:meth:`Store.lookup_by_tier` in pieces."""
     found: list[int] = []
     for number, part in enumerate(pieces(keys)):
         begun = number * PIECE_CHUNKS

@@ -84,7 +84,6 @@ class _Visit:
         )
 
     def close(self) -> None:
-        """Whatever is running."""
         if self.timer is not None:
             self.timer.cancel()
         if self.admitting is not None:
@@ -103,7 +102,6 @@ class Places:
 
     @property
     def at_work(self) -> int:
-        """Requests that are running."""
         return sum(visit.working for visit in self._visits)
 
     @contextlib.contextmanager
@@ -149,7 +147,6 @@ class Places:
         visit.admitting = self._loop.create_task(self._admit(visit, address, serve))
 
     def _wait(self, visit: _Visit, looks: int) -> None:
-        """For the first request."""
         if looks:
             part = FIRST_REQUEST_S / _LOOKS
             visit.timer = self._loop.call_later(part, self._wait, visit, looks - 1)

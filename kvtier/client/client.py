@@ -65,8 +65,6 @@ A = TypeVar("A", bound=wire.Message)
 
 @dataclass(slots=True)
 class _Held:
-    """A lease that has slots."""
-
     attachment: Attachment
     number: int
     """The server's name for the lease."""
@@ -362,7 +360,6 @@ class Client:
         check: Callable[[A, Attachment], None] = lambda _, at: None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        """The answer, or None when there is none in time."""
         return whole(self._asking(kind, question, *fields, check=check, timeout_s=timeout_s))
 
     def _asking(

@@ -33,7 +33,6 @@ def check_number(answer: wire.Numbered, asked: int) -> None:
 
 
 def check_lookup(answer: wire.LookupReply, chunks: int) -> None:
-    """``chunks``: asked for."""
     counts = [count for count, _ in answer.steps]
     if counts != sorted(counts) or counts[-1] > chunks:
         raise wire.WireError(f"runs of {counts} chunks, expected rising numbers up to {chunks}")
@@ -45,7 +44,6 @@ def check_known(answer: wire.Known, chunks: int) -> None:
 
 
 def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
-    """``chunks``: to be saved."""
     if len(slots.places) != len(slots.slots):
         raise wire.WireError(f"{len(slots.slots)} slots for {len(slots.places)} chunks")
     if max(slots.places, default=0) >= max(chunks, 1) or len(set(slots.places)) < len(slots.places):

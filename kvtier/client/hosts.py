@@ -55,7 +55,6 @@ class HostsPool(Pool):
         self.witness_path = None
 
     def joined(self, slots: Sequence[int | None]) -> int:
-        """The number of one slot a host."""
         number = 0
         for pool, slot in zip(reversed(self.pools), reversed(slots), strict=True):
             number = number * (pool.slots + 1) + (pool.slots if slot is None else slot)
@@ -66,7 +65,6 @@ class HostsPool(Pool):
         return ""
 
     def take_renewed(self) -> list[int]:
-        """Each pool tells of its own."""
         return []
 
     def close(self) -> None:

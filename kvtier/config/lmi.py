@@ -23,8 +23,6 @@ _LINE = re.compile(r"((?:\\.|[^\\=:\s])+)\s*[=:\s]?\s*(.*)", re.DOTALL)
 
 
 class Option(NamedTuple):
-    """``source``: where an operator finds it, for messages."""
-
     value: str
     source: str
 

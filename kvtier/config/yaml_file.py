@@ -111,5 +111,4 @@ def _told(error: yaml.MarkedYAMLError) -> str:
 
 
 def _without_quoting(text: str) -> str:
-    """Names of tokens and single characters stay."""
     return re.sub(r"'(?!<)[^']{2,}'", "'...'", text)

@@ -36,7 +36,6 @@ class RefusedSize(ConfigError):  # noqa: N818 - it is what a server says, and La
     def __init__(self, message: str, kept: Sequence[int]) -> None:
         super().__init__(message)
         self.kept = list(kept)
-        """Sizes in bytes of the chunks that it keeps now."""
 
 
 class TierError(KVTierError):

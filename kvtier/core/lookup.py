@@ -24,8 +24,6 @@ class Change(NamedTuple):
 
 
 class Asker(NamedTuple):
-    """The request that asks for a run."""
-
     session: str = ""
     """The name of its conversation. Without a name it is told from the chunks."""
     tokens: int = 0
@@ -44,8 +42,6 @@ STOPS: tuple[Stop, ...] = get_args(Stop)
 
 
 class Ended(NamedTuple):
-    """The end of a request that had asked for a run."""
-
     request: int
     tokens: int
     """Of its answer."""

@@ -20,7 +20,6 @@ Steps = Generator[float, None, T]
 
 
 def whole(steps: Steps[T]) -> T:
-    """Do all of the work now."""
     while True:
         try:
             next(steps)

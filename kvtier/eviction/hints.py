@@ -54,7 +54,6 @@ def with_salt(session: str, salt: str) -> str:
 
 
 def without_salt(word: str) -> tuple[str, str]:
-    """The two names in the word of :func:`with_salt`."""
     session, _, salt = word.partition(_MARK)
     return session, salt
 

@@ -57,12 +57,10 @@ class Kept:
 
     @property
     def own_bound(self) -> int:
-        """Chunks that one owner may keep."""
         return int(self._part * (self._share or 1.0) * self._room)
 
     @property
     def bound(self) -> int:
-        """Chunks that all owners may keep together."""
         return int(max(self._part, _TOGETHER_PART) * self._room)
 
     def resize(self, room: int) -> list[Released]:
@@ -88,13 +86,11 @@ class Kept:
         self._of.setdefault(stay.owner, _Salts()).put(key, stay.salt)
 
     def use(self, key: ChunkKey) -> None:
-        """The chunk's time begins anew."""
         stay = self.stays[key]
         self.stays[key] = stay._replace(until=self._now + stay.seconds)
         self._of[stay.owner].use(key, stay.salt)
 
     def drop(self, key: ChunkKey) -> int:
-        """Returns the chunk's owner."""
         stay = self.stays.pop(key)
         own = self._of[stay.owner]
         own.drop(key, stay.salt)
@@ -132,7 +128,6 @@ class Kept:
         return self._of.keys()
 
     def of(self, owner: int) -> Iterator[ChunkKey]:
-        """In the order in which they leave."""
         return iter(self._of.get(owner, ()))
 
     def __iter__(self) -> Iterator[ChunkKey]:
@@ -144,7 +139,6 @@ class Kept:
         return len(self.stays)
 
     def check(self) -> list[str]:
-        """Faults, in words."""
         most = max(map(self.count, self._of), default=0)
         sums = {sum(1 for _ in self), sum(map(self.count, self._of)), len(self)}
         if most > self.own_bound or len(self) > self.bound or len(sums) > 1:
@@ -164,7 +158,6 @@ class _Salts:
         self._keys: dict[str, OrderedDict[ChunkKey, None]] = {}
         """Each salt's chunks, coldest first."""
         self._with: dict[int, OrderedDict[str, None]] = {}
-        """Number of chunks -> the salts that keep so many."""
         self._most = 0
         """Chunks of the salt that keeps most."""
 
@@ -200,7 +193,6 @@ class _Salts:
             self._most = now
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """Of the salt that keeps most first, coldest first."""
         for count in range(self._most, 0, -1):
             for salt in self._with.get(count, ()):
                 yield from self._keys[salt]

@@ -41,9 +41,7 @@ class SavedCompute(NamedTuple):
 
     chunk_tokens: int = _TYPICAL_CHUNK_TOKENS
     s0: float = DEFAULT_S0_TOKENS
-    """See :func:`balance`."""
     source: str = "assumed: a model of 8 billion parameters and 32 layers"
-    """Of ``s0``, in words."""
 
     def of(self, chunks: int, first: int = 0) -> float:
         """Saved by ``chunks`` consecutive chunks from chunk number ``first`` on: the sum of

@@ -71,7 +71,6 @@ class Sessions:
         return whole(self.seeing(run, name))
 
     def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[int]:
-        """:meth:`seen` in pieces."""
         if name:
             session = self._names[name][0] if name in self._names else self._new()
             _put(self._names, name, (session, run), _MOST_NAMES)

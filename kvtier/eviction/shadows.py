@@ -99,7 +99,6 @@ class Shadows:
     def __init__(self, room: int, compute: SavedCompute) -> None:
         self._compute = compute
         self.now = 0
-        """The index of the setting in use."""
         self.asked = 0
         """Chunks that the shadows were asked for."""
         self._requests = 0

@@ -54,7 +54,6 @@ class Curve:
         self._cuts = [0] * len(SCALES)
         """Each size holds the chunks from this place on."""
         self._counts = [0] * len(SCALES)
-        """Number of those chunks."""
         self._sweep: tuple[int, int] | None = None
         """Places below the first have chunks, and none has one from there to the second. None:
         nothing is moved together."""
@@ -66,7 +65,6 @@ class Curve:
         whole(self.seeing(run, session))
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
-        """:meth:`seen` in pieces."""
         if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
             return
         hits, lowest = self._hits[session % _GROUPS], len(self._keys)

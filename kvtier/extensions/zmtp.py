@@ -47,7 +47,6 @@ class Peer:
         self._reader, self._writer, self._most = reader, writer, most
         self._frames = 0
         self.heard_at = asyncio.get_running_loop().time()
-        """When the last bytes came."""
 
     async def greet(self, own: str, others: Sequence[str]) -> None:
         """The handshake. ``own``: our type of socket. ``others``: those that the other end may

@@ -35,8 +35,6 @@ class HitEnd(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """A decision about a hit."""
-
     row: int | None
     """Row that is loaded; None where everything is computed."""
     ask: bool
@@ -80,7 +78,6 @@ def choose(ends: Sequence[HitEnd], saved_s: Sequence[float]) -> LoadPlan:
 
 
 def _last_known(ends: Sequence[HitEnd]) -> int:
-    """The last row for which no tier has to be asked."""
     return len(ends) - (1 if ends[-1].asking is None else 2)
 
 

@@ -66,13 +66,10 @@ class LoadPolicy:
         self._steps = StepClock(self.prefill)
         self._slowest_s, self._slice_s = slowest_s, slice_s
         self._tried = False
-        """A load has ended, or was given up."""
         self._copy = Average()
         """Seconds of one token's copy from slots to blocks."""
         self._step_s = Average()
-        """Of a step that computes."""
         self._queued = 0
-        """Tokens of loads that have begun and not ended."""
 
     def choose(self, ends: Sequence[HitEnd], before: int, *, busy: bool = False) -> LoadPlan:
         """Choose the load of a request that has ``before`` tokens by itself. ``ends``: where its

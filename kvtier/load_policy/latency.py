@@ -52,7 +52,6 @@ class Pace:
 
     def __init__(self, threads: int) -> None:
         self.queued = 0
-        """Reads submitted and not begun."""
         self.odds = 1.0
         """The part of what a shared tier is asked for that it turns out to hold."""
         self.remembered_s: float | None = None
@@ -72,7 +71,6 @@ class Pace:
 
     @property
     def read_s(self) -> float | None:
-        """Seconds of one read in this run."""
         return self._reads.value
 
     def begun(self, now: float) -> int:

@@ -25,8 +25,6 @@ _APART_TOKENS = 256.0
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """Of a plan and of a running engine."""
-
     per_token: float
     """Seconds a token: the weights' share."""
     per_depth: float = 0.0
@@ -43,8 +41,6 @@ def looks_back(tokens: int, before: int) -> float:
 
 
 class Work(NamedTuple):
-    """Tokens that a step computes."""
-
     tokens: int
     requests: int
     looks: float = 0.0
@@ -59,8 +55,6 @@ class Work(NamedTuple):
 
 
 class Certainty(IntEnum):
-    """How well an engine's speed is known."""
-
     NONE = 0
     GUESSED = 1
     """Planned from what the machine is, or bounded by steps too small to measure."""
@@ -139,7 +133,6 @@ class StepClock:
 
     def __init__(self, prefill: Prefill) -> None:
         self.number = 0
-        """Of the last step planned."""
         self._prefill = prefill
         self._planned: dict[int, tuple[float, Work]] = {}
         self._seen, self._seen_at = 0, -math.inf

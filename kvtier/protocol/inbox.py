@@ -27,7 +27,6 @@ class Inbox(Generic[T]):
         self._start = self._end = 0
 
     def expect(self, union: Any, limit: int = MAX_FRAME_BYTES) -> None:
-        """From the next frame on."""
         self._decode = msgspec.msgpack.Decoder(union).decode
         self._limit = limit
         self._size = min(_ROOM_BYTES, HEADER_BYTES + limit)

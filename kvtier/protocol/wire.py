@@ -225,8 +225,6 @@ class ServedCall(Message, tag=23):
 
 
 class EndedCall(Message, tag=26):
-    """See :class:`kvtier.core.lookup.Ended`."""
-
     request: Number
     tokens: Number
     stop: Stop
@@ -320,8 +318,6 @@ class Done(Asked, tag=33):
 
 
 class Counted(Asked, tag=34):
-    """Answer to StatsCall."""
-
     values: Annotated[dict[Name, int], msgspec.Meta(max_length=1024)]
 
 
@@ -397,8 +393,6 @@ class Go(Asked, tag=52):
 
 
 class Stored(Asked, tag=53):
-    """Second answer to Put."""
-
     kept: bool
 
 
@@ -442,5 +436,4 @@ def server_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
 
 
 def proven(expected: bytes, given: bytes) -> bool:
-    """In constant time."""
     return hmac.compare_digest(expected, given)

@@ -197,7 +197,6 @@ class SizeClasses:
 
     @property
     def open(self) -> dict[int, SizeClass]:
-        """Ready size classes, by slot size."""
         return {
             size: one.result()
             for size, one in self._opening.items()
@@ -473,7 +472,6 @@ class SizeClasses:
                     rooms[size] = size_class.store.sharing.rooms(self._turn)
 
     def _warn_of_rest(self, size: int, size_class: SizeClass, place: str) -> None:
-        """Said once in a rest."""
         if size_class.rests(self._clock()) and size_class.told_at != size_class.left:
             size_class.told_at = size_class.left
             logger.warning(

@@ -88,7 +88,6 @@ class Server:
 
     @property
     def stores(self) -> dict[int, Store]:
-        """By slot size. Any thread may show or check them."""
         return {size: size_class.store for size, size_class in self.size_classes.open.items()}
 
     async def prepare(self, slot_bytes: int | None, found: Sequence[int] = ()) -> None:

@@ -367,5 +367,4 @@ def owners_session(owner: int, session: str) -> str:
 
 
 def capacity(store: Store) -> int:
-    """Chunks that RAM and all tiers hold together."""
     return store.pool.slots + sum(tier.capacity for tier in store.tiers)

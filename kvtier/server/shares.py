@@ -131,7 +131,6 @@ class Side(NamedTuple):
     fixed: int
     """Taken even without any chunk."""
     used: int
-    """With ``fixed``."""
     wanted: int = 0
     """Of the chunks that found no free room in the last turn."""
     age: int | None = None
@@ -163,7 +162,6 @@ def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 
 
 def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
-    """Rooms for the next turn."""
     rooms = {size: side.room for size, side in sides.items()}
     left = min(place // _TURN_PARTS, _TURN_BYTES)
     for taker in sorted(sides, key=lambda size: sides[size].age or 0):

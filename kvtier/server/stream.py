@@ -156,7 +156,6 @@ class ChunkStream:
         return self._view is not None and self._load is not None
 
     def pump(self) -> None:
-        """Write the next piece of a chunk."""
         assert self._view is not None
         piece = self._view[self._at : self._at + PIECE_BYTES]
         self._hash.update(piece)

@@ -99,7 +99,6 @@ class Sharing:
 
     @property
     def occupied(self) -> int:
-        """See :attr:`RamSlots.occupied`."""
         with self._lock:
             return self._directory.slots.occupied
 

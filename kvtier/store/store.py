@@ -53,16 +53,12 @@ _PROBLEMS = 20
 
 @dataclass(slots=True)
 class _Filling:
-    """A Store's memory of a SaveLease."""
-
     begun: float
     entries: list[Entry] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Claim:
-    """A Store's memory of a LoadLease."""
-
     begun: float
     owner: int
     entries: list[Entry] = field(default_factory=list)
@@ -313,7 +309,6 @@ class Store:
         return "; ".join(problems[:_PROBLEMS])
 
     def _busy(self) -> str:
-        """The tiers with work that waits or runs, in words."""
         names = [lower.tier.name for lower in self.lower if not lower.lane.is_idle]
         return f"not at rest: work for {', '.join(names)} waits" if names else ""
 
@@ -423,7 +418,6 @@ class Store:
 
     @property
     def capacities(self) -> list[int]:
-        """Of :attr:`tiers` now, in chunks."""
         return [lower.chunks.capacity for lower in self.lower]
 
     def watch(self, *, named_only: bool = False) -> Changes:

@@ -58,7 +58,6 @@ class TierIndex:
         return not (key in self.order or key in self.writing or key in self.leaving)
 
     def held_first(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of leading chunks that the tier holds."""
         return next((at for at, key in enumerate(keys) if key not in self.order), len(keys))
 
     def may_drop(self, key: ChunkKey, owner: int | None) -> bool:
@@ -164,5 +163,4 @@ class TierIndex:
         return surplus
 
     def _count(self, owner: int) -> int:
-        """The owner's chunks that it holds or is being given."""
         return self.order.count(owner) + sum(whose == owner for whose in self.writing.values())

@@ -85,7 +85,6 @@ class _Checked(ForwardingTier):
             _promise(held, "a write within capacity is True")
 
     def holds(self, *keys: ChunkKey) -> bool:
-        """AssertionError if the tier lies."""
         return all(self._holds(key) for key in keys)
 
     def _holds(self, key: ChunkKey) -> bool:

@@ -166,7 +166,6 @@ class Opening(NamedTuple):
     namespace: bytes
     """Part of names in a shared store: other layouts or encryption keys have other names."""
     replica: int = 0
-    """The engine's data-parallel index."""
     lent: bool = False
     """The tier begins without room: other Stores of this host have it, and lend it."""
     in_huge_pages: Callable[[memoryview], bool] = lambda _: False

@@ -38,11 +38,9 @@ _WHY_A_PART = {
 
 class _Load(NamedTuple):
     asked: float
-    """Seconds of the clock."""
     prompt: int
     tokens: Mapping[str, int]
     declined: Mapping[str, int]
-    """Chunks by reason."""
 
 
 class HitLog(Extension):

@@ -189,7 +189,6 @@ def _beside(name: str, tools: Tools, facts: EngineFacts) -> tuple[Extension, ...
 
 
 def of_worker(vllm_config: Any, kept: Any, kv_caches: Any) -> tuple[WorkerExtension, ...]:
-    """``kept``: see :func:`kvtier.connectors.vllm.layout.kept`."""
     mover = import_module("kvtier.extensions.spans.mover")
     made: WorkerExtension = mover.extension(vllm_config, kept, kv_caches)
     return (made,)

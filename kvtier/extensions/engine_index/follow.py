@@ -102,7 +102,6 @@ class _Follower:
         self._next: int | None = None
         self._pause = _PAUSE_S
         self._said: set[str] = set()
-        """Told to the log since a message was understood."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -144,7 +143,6 @@ class _Follower:
         return f"engine {self._engine.name}"
 
     async def _connection(self) -> None:
-        """One connection, until it ends with an error."""
         peer = await zmtp.connected(self._engine.stream.endpoint, _MESSAGE_BYTES)
         try:
             await peer.greet("SUB", ("PUB", "XPUB"))

@@ -139,7 +139,6 @@ def _word(data: bytearray | bytes, place: tuple[int, int]) -> Any:
 
 
 def _pieces(data: bytearray | bytes, at: int, size: int) -> Steps[list[bytes]]:
-    """The array at ``at`` as arrays of ``size`` elements."""
     left, at = _array(data, at)
     found = []
     while left:
@@ -153,7 +152,6 @@ def _pieces(data: bytearray | bytes, at: int, size: int) -> Steps[list[bytes]]:
 
 
 def _array(data: bytearray | bytes, at: int) -> tuple[int, int]:
-    """Number of elements of the array at ``at``, and where the first is."""
     if data[at] >> 4 != 0x9 and data[at] not in _ARRAYS:
         raise msgspec.DecodeError("expected an array")
     return _opened(data, at)

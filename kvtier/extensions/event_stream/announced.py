@@ -71,7 +71,6 @@ class Announced:
     def announcing(
         self, session: Session, key: ChunkKey, place: int, event: BlockStored
     ) -> Steps[None]:
-        """See Publication."""
         whose = session.store, session.owner
         if whose != self._whose:
             if self._sessions:
@@ -98,7 +97,6 @@ class Announced:
         self._sessions.discard(session.number)
 
     def following(self) -> Steps[None]:
-        """Withdraw what has left its place."""
         while self._watch is not None:
             changes = self._watch.changes(PIECE_CHUNKS)
             if changes is None:
@@ -110,7 +108,6 @@ class Announced:
             yield 0.0
 
     def without(self, stores: Sequence[Store]) -> Steps[None]:
-        """Only these Stores are open."""
         if self._whose is not None and self._whose[0] not in stores:
             yield from self.ending()
 
@@ -160,7 +157,6 @@ class Announced:
                 self._publish(AllBlocksCleared())
 
     def _withdrawing(self) -> Steps[None]:
-        """Withdraw all that was published."""
         if not self._chunks:
             return
         for number, key in enumerate(list(self._chunks)):

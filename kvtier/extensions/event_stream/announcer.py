@@ -52,8 +52,6 @@ class _Described:
 
 
 class Announcer(Extension):
-    """``groups``: those of full attention, by number."""
-
     def __init__(
         self, store: Watched, geometry: Geometry, groups: Mapping[int, EventGroup]
     ) -> None:
@@ -219,7 +217,6 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dic
 
 
 def are_wanted(vllm_config: Any) -> bool:
-    """Whether vLLM publishes events."""
     wanted = getattr(vllm_config, "kv_events_config", None)
     return bool(getattr(wanted, "enable_kv_cache_events", False))
 

@@ -196,7 +196,6 @@ class Publisher(ServerExtension):
                 await _stopped(sending)
 
     async def _forever(self, peer: zmtp.Peer) -> None:
-        """All messages from now on."""
         number = self._number
         while True:
             news = self._news

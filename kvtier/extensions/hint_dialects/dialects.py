@@ -208,5 +208,4 @@ def _decoded(raw: msgspec.Raw) -> Any:
 
 
 def _small(raw: msgspec.Raw) -> Any:
-    """The value, or a bad hint if it is too long."""
     return _decoded(raw) if len(bytes(raw)) <= _FIELD_BYTES else _TOO_LONG

@@ -40,8 +40,6 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class MooncakeUrl:
-    """A URL that was understood. Made by :func:`parse` only."""
-
     host: str
     port: int
     bytes_: int = _DEFAULT_BYTES
@@ -61,7 +59,6 @@ class MooncakeUrl:
 
 
 def parse(text: str) -> MooncakeUrl:
-    """Parse ``mooncake_url``. Raises ConfigError."""
     scheme, separator, rest = text.partition("://")
     if not separator or scheme.lower() != "mooncake":
         raise ConfigError(f"the scheme is not mooncake; expected {EXPECTED}")

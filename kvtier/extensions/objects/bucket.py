@@ -191,7 +191,6 @@ class Bucket:
         )
 
     def put(self, name: str, parts: Sequence[bytes | memoryview], owner: int = UNOWNED) -> int:
-        """See :meth:`WholeObjects.put`. The owner becomes metadata."""
         length = 0
         attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None
         with self._library.seat() as (ask, memory):

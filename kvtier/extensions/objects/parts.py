@@ -88,7 +88,6 @@ class ObjectStore(TierFacts):
     speed: Fact[float] = UNSEEN
     """Bytes a second of as many large gets at once as a tier makes."""
     latency: Fact[float] = UNSEEN
-    """Seconds of one request."""
     away: bool = False
     """The bucket does not answer, and waiting may mend that."""
 

@@ -31,12 +31,9 @@ _PREFIX_LETTERS = 512
 
 @dataclass(frozen=True, slots=True)
 class ObjectUrl:
-    """A URL that was understood. Made by :func:`parse` only."""
-
     scheme: Scheme
     bucket: str
     prefix: str
-    """Without slashes around it. May be empty."""
 
     @property
     def label(self) -> str:

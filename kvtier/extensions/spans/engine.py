@@ -213,7 +213,6 @@ class Spans(Extension):
             prompt.notes[self] = SpanRequest([], [], [], declined=reason)
 
     def _warn(self, what: str, why: str) -> None:
-        """Once for each ``what``."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("a request asks for %s and is computed exactly: %s", FIELD, why)

@@ -32,11 +32,9 @@ _JSON = "application/json"
 class Warmed(NamedTuple):
     homes: int
     tokens: int
-    """Of all homes that were answered."""
     cached: int | None
     """Tokens that the engine had already. None where it does not tell."""
     refused: dict[int, str]
-    """By line of the document."""
 
 
 class NoCompletionError(Exception):
@@ -219,7 +217,6 @@ def _anchor(path: str) -> str | list[int]:
 
 
 def _documents(path: str) -> Iterator[tuple[int, str | list[int]]]:
-    """With the numbers of their lines."""
     lines = _read(path, "--documents").split("\n")
     found = False
     for number, line in enumerate(lines, 1):

@@ -103,7 +103,6 @@ class Listener(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Clients can map the pool."""
         return bool(self.address.path)
 
 

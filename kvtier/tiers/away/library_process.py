@@ -127,7 +127,6 @@ class LibraryProcess:
             process.free.put(seat)
 
     def close(self) -> None:
-        """No call may come after it."""
         with self._lock:
             process, self._process, self._closed = self._process, None, True
         if process is not None:

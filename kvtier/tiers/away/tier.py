@@ -112,7 +112,6 @@ class AwayTier(Tier):
         return held
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
-        """Number of leading chunks that are held now."""
         raise NotImplementedError
 
     def delete(self, key: ChunkKey) -> None:

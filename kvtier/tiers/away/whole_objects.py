@@ -28,7 +28,6 @@ class WholeObjects(Protocol):
     ``faults``."""
 
     label: str
-    """Address for logs."""
     faults: tuple[type[Exception], ...]
 
     def greet(self, folder: str) -> None:

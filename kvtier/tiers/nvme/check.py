@@ -58,7 +58,6 @@ class Report(msgspec.Struct):
 
     @property
     def bad(self) -> bool:
-        """Whether a tier would still find damage by itself."""
         return bool(self.problems or (self.corrupt + self.damaged and not self.repaired))
 
 

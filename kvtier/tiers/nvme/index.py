@@ -131,7 +131,6 @@ class Records:
     seqs: NDArray[np.uint64]
     checksums: NDArray[np.void]
     owners: NDArray[np.void]
-    """Little-endian."""
     stamps: NDArray[np.uint64]
     """0 in records from before there were stamps."""
     damaged: int

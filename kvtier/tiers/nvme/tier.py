@@ -138,7 +138,6 @@ class NvmeTier(Tier):
         return int(self._stamps[self._places[key] % self.capacity])
 
     def held(self) -> Sequence[ChunkKey]:
-        """As they were written."""
         with self._lock:
             return list(self._places)
 

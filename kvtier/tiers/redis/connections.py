@@ -22,8 +22,6 @@ from kvtier.tiers.redis.wire import Wire
 
 
 class CredentialProvider(Protocol):
-    """redis-py's interface."""
-
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """Password, or user and password."""
 

@@ -142,7 +142,6 @@ class Form:
         return (ChunkKey(key), not rest) if len(key) == KEY_BYTES else None
 
     def room(self, length: int) -> int:
-        """Redis's memory for a chunk, with jemalloc's size classes and the keys."""
         parts = [
             min(self.part_bytes, length - start) for start in range(0, length, self.part_bytes)
         ]

@@ -58,8 +58,6 @@ _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """State of one node. Each fails, and is full, by itself."""
-
     away: Breaker
     """For every call."""
     full: Breaker

@@ -61,7 +61,6 @@ class Census:
         self.stamps: dict[ChunkKey, int] = {}
         """Our chunks -> minus the seconds since their last use."""
         self.others: dict[bytes, Fingerprint] = {}
-        """Keyed by the beginning of their names."""
         self.whole = True
         self._form, self._chunk_bytes = form, chunk_bytes
         self._everyones = re.compile(re.escape(form.prefix) + _BASE)

@@ -66,14 +66,11 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A URL that was understood. Made by :func:`parse` only."""
-
     scheme: str
     kind: Kind
     seeds: tuple[Address, ...]
     """The server, nodes of the cluster, or sentinels. Empty for a Unix socket."""
     path: str
-    """The Unix socket, or empty."""
     service: str
     """The sentinels' name of the primary, or empty."""
     database: int

@@ -206,7 +206,6 @@ class Wire:
         return max(left, _LEAST_S)
 
     def _checked(self, reply: Reply) -> Reply:
-        """The reply. Raises where it is about this connection or the cluster."""
         if not isinstance(reply, RefusedError):
             return reply
         words = str(reply).split(" ")
