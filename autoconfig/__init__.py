@@ -1,1 +1,1 @@
-"""Auto-config: :mod:`.probe` a machine, :mod:`.measure` it, :mod:`.plan`, :mod:`.explain`."""
+"""Auto-config: :mod:`.probe` a machine, :mod:`.plan`, :mod:`.explain`, :mod:`.start`."""

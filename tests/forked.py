@@ -16,7 +16,7 @@ FORK.set_forkserver_preload(
         "kvtier.cli.serve",
         "kvtier.admin.http",
         "kvtier.admin.places",
-        "kvtier.server.recording",
+        "aiofiles.os",
         "kvtier.tiers.nvme.tier",
         "kvtier.tiers.redis.tier",
         "kvtier.cli.check",

@@ -40,7 +40,7 @@ from kvtier.server.listening.listeners import (
 from kvtier.server.server import Beside, Server, serve
 from kvtier.started import Started
 from kvtier.store.observer import Observer
-from kvtier.store.observers.record.folder import RecordFolder
+from kvtier.store.observers.record.folder import RecordFolder, RecordWriter
 from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
@@ -52,6 +52,8 @@ logger = logging.getLogger("kvtier.server")
 _SWITCH_S = 0.0005
 """How long a lane may run Python while the loop waits. Python's own 5 ms are five turns of it."""
 _LOOK_AGAIN_S = 5.0
+_RECORD_S = 0.25
+"""So that many notes are written at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,11 +160,35 @@ def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
     ModuleNotFoundError without the extra ``server``."""
     if record is None:
         return (), lambda server: nullcontext()
-    from kvtier.server.recording import recording
+    from aiofiles.os import wrap
 
     folder = RecordFolder(Path(record))
     recorder = Recorder(folder.salt)
-    return (recorder,), lambda server: recording(recorder, folder, server.trouble)
+    writer = RecordWriter(recorder, folder)
+    write_all, close = wrap(writer.write_all), wrap(writer.close)
+
+    async def write_until(over: asyncio.Event, trouble: dict[str, str]) -> None:
+        while not over.is_set():
+            await write_all()
+            if writer.trouble:
+                trouble["record"] = writer.trouble
+            else:
+                trouble.pop("record", None)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), _RECORD_S)
+
+    @asynccontextmanager
+    async def recording(server: Server) -> AsyncIterator[None]:
+        over = asyncio.Event()
+        writing = asyncio.create_task(write_until(over, server.trouble))
+        try:
+            yield
+        finally:
+            over.set()
+            await writing
+            await close()
+
+    return (recorder,), recording
 
 
 def admin_surface(config: Config, engines: EngineIndex) -> Beside:

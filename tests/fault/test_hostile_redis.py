@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.assemble import assemble
 from kvtier.autoconfig.facts import Facts
-from kvtier.autoconfig.measure import measure
+from kvtier.autoconfig.start import measure
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory
-from kvtier.autoconfig.measure import measure
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_engine, probe_model
+from kvtier.autoconfig.start import measure
 from kvtier.core import fact, region
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known

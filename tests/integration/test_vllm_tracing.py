@@ -4,7 +4,7 @@ kvtier's lookups and loads, beside vLLM's own span of the request."""
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.connectors.vllm.extensions.tracing import LOAD, LOOKUP
+from kvtier.connectors.vllm.extensions.hit_log import LOAD, LOOKUP
 from tests.child_process import wait_for
 from tests.integration.scenarios import document
 from tests.integration.test_vllm import DOCUMENT_HIT

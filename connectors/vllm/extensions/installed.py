@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
-from kvtier.connectors.vllm.extensions.hit_log import HitLog
+from kvtier.connectors.vllm.extensions.hit_log import HitLog, Traces
 from kvtier.connectors.vllm.extensions.misses import Misses
-from kvtier.connectors.vllm.extensions.tracing import Traces
 from kvtier.connectors.vllm.groups import Geometry
 from kvtier.connectors.vllm.hint_words import Said
 from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
