@@ -44,7 +44,6 @@ def run_command(
     run: Callable[[argparse.Namespace], int],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse, run, and tell an error. The exit status."""
     parser = Parser(prog=f"kvtier.bench.{name}", description=about)
     add_arguments(parser)
     try:

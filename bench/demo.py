@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING
 from kvtier.bench.command import progress_bars, say, terminable, waiting
 from kvtier.bench.flags import chosen, seconds
 from kvtier.bench.long_doc_qa import run as long_doc_qa
-from kvtier.bench.long_doc_qa.arms import ARMS, COLD, NONE, Arm
+from kvtier.bench.long_doc_qa.arms import ARMS, COLD, NONE, PRESETS, Arm, Workload
 from kvtier.bench.long_doc_qa.report import Round
-from kvtier.bench.long_doc_qa.work import PRESETS, Workload
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.core.errors import KVTierError
@@ -97,7 +96,6 @@ class Costs:
     hit: float
 
     def ram(self, tokens: int) -> float:
-        """Documents computed once, and asked about from RAM."""
         return self.documents(tokens) + _SETTLE_S + self.hits
 
     def arm(self, arm: Arm, tokens: int) -> float:
@@ -105,7 +103,6 @@ class Costs:
         return starts + self.documents(tokens) + (self.hits + _SETTLE_S if arm.caches else 0.0)
 
     def starts(self, tokens: int) -> float:
-        """An engine's start, and its first prompts: half a document in all."""
         return self.start + self.document(tokens) / 2
 
     def documents(self, tokens: int) -> float:
@@ -178,7 +175,6 @@ class Demo:
         return costs
 
     def conclude(self, finish: Finish) -> int:
-        """Tell what was measured, and what was not. The exit status."""
         logs = f"Took {time.monotonic() - self.begun:.0f} s. Logs of the servers: "
         logs += str(self.args.output_dir / "servers")
         if not self.rounds:

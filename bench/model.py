@@ -359,7 +359,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the model, and print its folder. Raises ConfigError for a folder that is not ours."""
     try:
         print(make_model(arguments.directory, arguments.preset, arguments.seed))
     except ValueError as error:

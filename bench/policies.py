@@ -3,14 +3,13 @@ and of generated traffic (:mod:`kvtier.bench.queue.traffic`) by its kind.
 
 ``python -m kvtier.bench.policies TRACE`` runs ``kvtier simulate`` on Mooncake's conversation trace
 (``conversation_trace.jsonl`` of https://github.com/kvcache-ai/Mooncake) for every row, and writes
-``bench/results/policies.json`` and the tables in ``bench/NOTES.md``. With ``--check`` nothing is
-written, and numbers that differ from the file end the command with 1. ``--jobs 2`` takes two cores.
+``bench/results/policies.json`` and the tables in ``bench/NOTES.md``. ``--jobs 2``
+takes two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -215,18 +214,6 @@ def _pair(rows: Mapping[str, float | None], name: str) -> str:
     return f"{_text(rows[f'{name}: hits'])} / {_text(rows[f'{name}: saved compute'])}"
 
 
-def differing(rows: Sequence[Row], path: Path) -> list[str]:
-    """Lines: the rows that have another value in a file of results, or that only one side has."""
-    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    kept = {row["name"]: row["value"] for row in found}
-    now = {row.name: row.value for row in rows}
-    return [
-        f"{name}: {_text(now.get(name))}, in {path} {_text(kept.get(name))}"
-        for name in {**now, **kept}
-        if _text(now.get(name)) != _text(kept.get(name))
-    ]
-
-
 def _text(value: float | None) -> str:
     return "none" if value is None else f"{value:.{_DIGITS}f}"
 
@@ -240,14 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--generated", type=int, default=4000, metavar="REQUESTS", help=about)
     about = "processes that measure (default: 1)"
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help=about)
-    parser.add_argument("--check", action="store_true", help="compare with the file, write nothing")
     args = parser.parse_args(argv)
     rows = measured(args.trace, args.generated, args.jobs)
     print_rows(rows)
-    if args.check:
-        lines = differing(rows, args.output)
-        print("\n".join(lines) or f"as in {args.output}")
-        return 1 if lines else 0
     requests = read(args.trace, partial=True).requests
     asked = sum(len(request.run) for request in requests)
     facts = {"requests": len(requests), "chunks": asked, "different": unique(requests)}

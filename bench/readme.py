@@ -108,7 +108,6 @@ def _ran(found: Found) -> dict[str, Found]:
 def _by_arm(
     found: Found, heads: Sequence[str], cells: Callable[[str, Any], Sequence[str]], *more: str
 ) -> str:
-    """A row for each arm that ran, why others did not, and how it was measured."""
     rows = [
         ["arm", *heads],
         *([f"`{name}`", *cells(name, arm)] for name, arm in _ran(found).items()),
@@ -362,8 +361,6 @@ def keys() -> str:
 
 
 def cold() -> str:
-    """Settings of vLLM that do not decide a chunk's name."""
-
     def listed(names: Iterable[str]) -> str:
         sections = defaultdict[str, list[str]](list)
         for name in sorted(names):
@@ -377,7 +374,6 @@ def cold() -> str:
 
 
 def queue() -> str:
-    """Waits behind a queue of engines, a table for each result."""
     tables = []
     for name in ("queue", "queue_conversation"):
         found = _read(name)

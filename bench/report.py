@@ -51,29 +51,13 @@ class Row:
     max: float | None = None
 
 
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return statistics.median(values), min(values), max(values)
+def median_row(name: str, values: Sequence[float], unit: str, *beside: float | None) -> Row:
+    """``beside``: limit and ratio."""
+    return Row(name, statistics.median(values), unit, *beside, min=min(values), max=max(values))
 
 
-def median_row(
-    name: str,
-    values: Sequence[float],
-    unit: str,
-    limit: float | None = None,
-    ratio: float | None = None,
-) -> Row:
-    middle, low, high = spread(values)
-    return Row(name, middle, unit, limit, ratio, low, high)
-
-
-def mean_row(
-    name: str,
-    values: Sequence[float],
-    unit: str,
-    limit: float | None = None,
-    ratio: float | None = None,
-) -> Row:
-    return Row(name, statistics.fmean(values), unit, limit, ratio, min(values), max(values))
+def mean_row(name: str, values: Sequence[float], unit: str, *beside: float | None) -> Row:
+    return Row(name, statistics.fmean(values), unit, *beside, min=min(values), max=max(values))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -219,7 +219,6 @@ class Phase(NamedTuple):
     apart: Answers
 
     def later(self) -> Phase:
-        """The answers without the first question."""
         return Phase({arm: given[1:] for arm, given in self.answers.items()}, self.apart)
 
     def luck(self, arm: str, against: str) -> float:
@@ -233,7 +232,6 @@ class Phase(NamedTuple):
 
 @contextmanager
 def started(arguments: argparse.Namespace) -> Iterator[Setup]:
-    """Redis, the proxy and the engines, which start at the same time."""
     model = make_model(Path(arguments.models) / arguments.preset, arguments.preset)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
@@ -258,14 +256,12 @@ def ask_all(engines: Engines, documents: int, rounds: int, arms: Sequence[str] =
 
 
 def asked_apart(engines: Engines, arms: Sequence[str]) -> Answers:
-    """How fast the engines are by themselves."""
     return asked(engines, [-1 - document for document in range(_APART)], arms, ", kvtier kept out")
 
 
 def asked(
     engines: Engines, documents: Sequence[int], arms: Sequence[str], how: str = ""
 ) -> Answers:
-    """Answers by arm, in the order of ``documents``."""
     answers: Answers = {arm: [] for arm in arms}
     draw = random.Random(len(documents))
     for document in documents:

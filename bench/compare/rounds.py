@@ -26,8 +26,7 @@ from kvtier.bench.command import emptied
 from kvtier.bench.compare import calls
 from kvtier.bench.compare.peers.contenders import Contender, names, rendered
 from kvtier.bench.compare.result import Again, Effort, Run, efforts
-from kvtier.bench.long_doc_qa.arms import Arm, Sizes, filled, server_args
-from kvtier.bench.long_doc_qa.work import Workload
+from kvtier.bench.long_doc_qa.arms import Arm, Sizes, Workload, filled, server_args
 from kvtier.bench.model import kv_token_bytes, read_config
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.engine import Geometry, connector_args, shared_args

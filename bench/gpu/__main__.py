@@ -15,8 +15,7 @@ import sys
 import torch
 
 from kvtier.bench.flags import described
-from kvtier.bench.gpu.compute import measure_slowdown
-from kvtier.bench.gpu.copies import SHAPES, measure_copies
+from kvtier.bench.gpu.copies import SHAPES, measure_copies, measure_slowdown
 from kvtier.bench.report import write_results
 
 PARTS = ("copies", "compute")

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure
-from kvtier.bench.report import Row, print_rows, spread
+from kvtier.bench.report import Row, median_row, print_rows
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.blocks import nothing
@@ -103,7 +103,6 @@ class Paged:
         self.copier = PagedBlocks(regions, step, locked=cuts)
 
     def save(self) -> None:
-        """All chunks. A call moves what one step computes."""
         for copy in [
             self.copier.save(self.jobs[at : at + self.a_step])
             for at in range(0, self.chunks, self.a_step)
@@ -111,11 +110,9 @@ class Paged:
             copy.wait()
 
     def load(self) -> None:
-        """All chunks in one call, as one prompt's hit."""
         self.copier.load(self.jobs).wait()
 
     def save_step(self, index: int) -> Copy:
-        """Begin to save what one step computes."""
         start = index * self.a_step % self.chunks
         return self.copier.save(self.jobs[start : start + self.a_step])
 
@@ -133,7 +130,6 @@ class Paged:
             raise SystemExit(f"{self.shape.name}: what was loaded is not what was saved")
 
     def close(self) -> None:
-        """The memory cannot be used afterwards."""
         self.jobs.clear()
         del self.kv, self.copier
         if self.pinning is not None:
@@ -202,7 +198,6 @@ def measure_shape(shape: Geometry, tokens: int, rounds: int, device: torch.devic
 
 
 def queueing(paged: Paged, rounds: int) -> list[Row]:
-    """For a load and for a save of all chunks, each in one call."""
     rows: list[Row] = []
     for way, begin in (("load", paged.copier.load), ("save", paged.copier.save)):
         label = f"{paged.shape.name}: {way} of {paged.chunks * CHUNK_TOKENS} tokens"
@@ -214,10 +209,78 @@ def queueing(paged: Paged, rounds: int) -> list[Row]:
             copy = begin(paged.jobs)
             milliseconds.append(1000 * (time.perf_counter() - begun))
             copy.wait()
-        value, low, high = spread(milliseconds)
         rows += [
             Row(f"{label}, kernels launched", work.kernels, "launches", limit=MOST_LAUNCHES),
             Row(f"{label}, DMAs", work.copies, "DMAs"),
-            Row(f"{label}, host time", value, "ms", limit=MOST_HOST_MS, min=low, max=high),
+            median_row(f"{label}, host time", milliseconds, "ms", MOST_HOST_MS),
         ]
+    return rows
+
+
+WEIGHTS = {"7B": 7.6e9, "8B": 8e9, "671B": 37e9 / 8, "70B on 4 ranks": 70e9 / 4}
+"""Numbers that one rank multiplies by for each token. Eight ranks share the 671B model, each with
+all of its KV."""
+GOAL_PERCENT = 3.0
+STEPS = 4
+ENOUGH_S = 45.0
+"""A shape that took so many seconds gets no further round after the third."""
+
+
+class Steps:
+    """An engine's steps: products of two squares on the device's current stream."""
+
+    def __init__(self, paged: Paged, products: int, width: int) -> None:
+        kind = torch.bfloat16 if paged.device.type == "cuda" else torch.float32
+        self.paged, self.products = paged, products
+        self._square = torch.randn(width, width, dtype=kind, device=paged.device)
+        self._out = torch.empty_like(self._square)
+
+    def run(self, saving: int) -> float:
+        """Seconds until the last product is there. Each step begins ``saving`` saves of what a step
+        computes, and after the last one, which ends the prompt, the engine waits until its blocks
+        are read. What is still copied then is waited for, but not counted, because an engine goes
+        on meanwhile."""
+        copies: list[Copy] = []
+        finish(self.paged.device)
+        begun = time.perf_counter()
+        for step in range(STEPS):
+            for _ in range(self.products):
+                torch.matmul(self._square, self._square, out=self._out)
+            copies += [self.paged.save_step(step) for _ in range(saving)]
+        self.paged.copier.settle()
+        if self.paged.device.type == "cuda":
+            torch.cuda.current_stream(self.paged.device).synchronize()
+        seconds = time.perf_counter() - begun
+        for copy in copies:
+            copy.wait()
+        return seconds
+
+
+def measure_slowdown(
+    names: Sequence[str], rounds: int, device: torch.device, width: int = 8192
+) -> list[Row]:
+    """The percentage by which a step of :data:`STEP_TOKENS` tokens takes longer when its KV is
+    saved. Rounds alternate."""
+    rows: list[Row] = []
+    for name in names:
+        shape, began = geometry(name, BLOCK_TOKENS), time.perf_counter()
+        paged = Paged(shape, 2 * STEP_TOKENS, device)
+        products = max(1, round(WEIGHTS[name] * STEP_TOKENS / width**3))
+        steps = Steps(paged, products, width)
+        steps.run(1)
+        slower = []
+        for index in range(rounds):
+            order = (0, 1) if index % 2 else (1, 0)
+            seconds = {saving: steps.run(saving) for saving in order}
+            slower.append(100 * (seconds[1] / seconds[0] - 1))
+            if len(slower) >= 3 and time.perf_counter() - began > ENOUGH_S:
+                break
+        paged.close()
+        del steps
+        label = (
+            f"{shape.name}: a step of {STEP_TOKENS} tokens longer with saving, {products} "
+            f"products of {width}"
+        )
+        rows.append(median_row(label, slower, "%", GOAL_PERCENT))
+        print_rows(rows[-1:])
     return rows

@@ -110,7 +110,6 @@ class Summary:
 
 
 def summarise(rounds: Sequence[Round]) -> list[Summary]:
-    """A summary of each arm, in order. An arm of which every request failed has none."""
     reference = next((answers(arm.outcomes) for arm in rounds if arm.arm == NONE), None)
     return [
         _summary(arm, reference)
@@ -163,7 +162,6 @@ def rows_of(summaries: Sequence[Summary]) -> list[Row]:
 
 
 def _hit_rows(one: Summary, gpu: Summary | None) -> list[Row]:
-    """Goals: a hit against vLLM's own, and hits of another engine's work."""
     arm, rows = ARMS.get(one.arm), []
     if arm is not None and arm.gpu_hit_limit is not None and gpu is not None:
         times = one.ttft_mean / gpu.ttft_mean
@@ -177,7 +175,6 @@ def _hit_rows(one: Summary, gpu: Summary | None) -> list[Row]:
 
 
 def write(folder: Path, rounds: Sequence[Round], **more: Any) -> list[Path]:
-    """The results form, and a line for each request of an arm's query round."""
     summaries = summarise(rounds)
     arms = {summary.arm: summary.as_json() for summary in summaries}
     lines = [
@@ -187,7 +184,6 @@ def write(folder: Path, rounds: Sequence[Round], **more: Any) -> list[Path]:
 
 
 def arm_line(one: Summary, summaries: Sequence[Summary]) -> str:
-    """An arm in one line, as soon as it has ended."""
     base = base_of(summaries)
     against = ""
     if base is not None and base is not one:
@@ -252,7 +248,6 @@ def _hits_text(one: Summary) -> str:
 
 
 def _whose_hits(summaries: Sequence[Summary]) -> str:
-    """Which cache the gain came from, in words: a server's own prefix cache answers first."""
     hits = Counter[str]()
     for one in summaries:
         hits.update(one.hits or {})
@@ -268,7 +263,6 @@ def _whose_hits(summaries: Sequence[Summary]) -> str:
 
 
 def verdict(summaries: Sequence[Summary]) -> tuple[bool, str]:
-    """Whether all arms answered as ``none`` did, and what to print about it."""
     compared = [summary for summary in summaries if summary.differing is not None]
     cold = next((summary for summary in summaries if summary.arm == COLD), None)
     wrong = [f"{summary.arm} ({summary.differing})" for summary in compared if summary.differing]

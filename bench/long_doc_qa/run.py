@@ -36,7 +36,17 @@ from kvtier.bench.command import (
     wrote,
 )
 from kvtier.bench.flags import add_engine_flags, add_run_flags, add_shape, chosen, seconds, shape_of
-from kvtier.bench.long_doc_qa.arms import ARMS, COLD, Arm, Sizes, filled, installed, server_args
+from kvtier.bench.long_doc_qa.arms import (
+    ARMS,
+    COLD,
+    PRESETS,
+    Arm,
+    Sizes,
+    Workload,
+    filled,
+    installed,
+    server_args,
+)
 from kvtier.bench.long_doc_qa.report import (
     NAME,
     Round,
@@ -47,7 +57,6 @@ from kvtier.bench.long_doc_qa.report import (
     verdict,
     write,
 )
-from kvtier.bench.long_doc_qa.work import PRESETS, Workload
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.engine import (
     cpu_env,

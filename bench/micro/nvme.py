@@ -79,7 +79,6 @@ def make_buffers(count: int, size: int, *, huge: bool = False) -> list[memoryvie
 def gigabytes_per_second(
     work: Work, chunks: int, buffers: Sequence[memoryview], threads: int
 ) -> float:
-    """Run ``work(chunk, buffer)`` for every chunk. Each thread has its own buffers."""
     todo = iter(range(chunks))
 
     def lane(number: int) -> None:
@@ -130,7 +129,6 @@ class Way(NamedTuple):
 
 
 def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
-    """Rows of write and read: the tier with every kind of memory, and the raw disk."""
     with ExitStack() as ends:
         pool = ends.enter_context(closing(Pool(_BUFFERS, chunk_bytes)))
         pool.populate(0, _BUFFERS)

@@ -40,7 +40,6 @@ _FINDS = 20
 
 
 def speed(tier: RedisTier, way: str, pool: Pool, keys: Sequence[Sequence[ChunkKey]]) -> float:
-    """GB/s of all threads together, each with its own slot and chunks."""
     move: Callable[[ChunkKey, memoryview], bool | None] = getattr(tier, way)
     moves = max(1, round(RUN_BYTES / pool.slot_bytes / len(keys)))
 

@@ -59,7 +59,6 @@ def client_of(path: str, layout: ChunkLayout) -> Client:
 
 @contextmanager
 def server(ram_bytes: int) -> Iterator[tuple[str, int]]:
-    """``kvtier serve`` over RAM: its socket and its process id."""
     settings = {"KVTIER_RAM_BYTES": f"{ram_bytes}B", "KVTIER_LOG_LEVEL": "WARNING"}
     with run_folder() as folder:
         path = folder / "run" / SOCKET

@@ -90,7 +90,6 @@ def require_router(command: Sequence[str]) -> None:
 
 @contextmanager
 def router(command: list[str], arm: Arm, engines: Sequence[Listening], log: Path) -> Iterator[str]:
-    """Start the router in front of engines that run. Its URL."""
     port = free_port()
     env = {
         "ROUTER_HOST": "127.0.0.1",

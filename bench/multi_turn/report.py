@@ -149,7 +149,6 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def write(folder: Path, runs: Sequence[Run], **more: Any) -> list[Path]:
-    """The results form, and a line for each turn."""
     arms = {run.arm: as_json(run, runs[0]) for run in runs if run.good}
     lines = [
         {"arm": run.arm, "conversation": turn.document, "turn": turn.question}

@@ -129,7 +129,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _running(args: argparse.Namespace, progress: Progress) -> Run:
-    """A router that runs already. Each answer says what was cached of its prompt."""
     asker, words = client.connect(args.base_url, args.model, args.request_timeout)
     work = Conversations.of(args, words)
     advance = stepping(progress, RUNNING, work.sessions * work.turns)

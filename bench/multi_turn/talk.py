@@ -56,7 +56,6 @@ class Talk:
         self._pause = pause
 
     def run(self) -> list[Turn]:
-        """Every turn, in the order of the conversations. A failed one is a Turn too."""
         return asyncio.run(self._run())
 
     async def _run(self) -> list[Turn]:

@@ -87,7 +87,6 @@ def _wait_ready(
 
 
 def listens(path: Path) -> bool:
-    """Whether a process accepts connections at this Unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 

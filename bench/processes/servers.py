@@ -229,7 +229,6 @@ def unhandled_signals() -> Iterator[None]:
 
 
 def answers(url: str) -> bool:
-    """Whether this page answers with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as reply:
             return bool(reply.status == 200)

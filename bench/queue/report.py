@@ -106,7 +106,6 @@ def rows_of(felt: Sequence[Felt]) -> list[Row]:
 
 
 def shown(rows: Mapping[str, float], policies: Sequence[str]) -> list[list[str]]:
-    """A table of these policies. ``rows``: values by their names, see :func:`rows_of`."""
     cells = [
         [
             f"`{policy}`",

@@ -25,9 +25,8 @@ from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Client, Outcome
 from kvtier.bench.requests.prompts import Ask
 from kvtier.bench.spans import toy
-from kvtier.bench.spans.arms import ARMS, FULL, ONE_SERVER, Arm
+from kvtier.bench.spans.arms import ARMS, FULL, ONE_SERVER, Arm, Question, as_ask
 from kvtier.bench.spans.report import Answers, Results, Run, answers
-from kvtier.bench.spans.work import Question, as_ask
 from kvtier.core.errors import ConfigError
 from kvtier.spans import Order, homes
 

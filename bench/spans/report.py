@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.long_doc_qa.report import TIERS
-from kvtier.bench.report import Row, percentile, spread, write_run
+from kvtier.bench.report import Row, median_row, percentile, write_run
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans.arms import ARMS, FULL, Arm
 from kvtier.bench.spans.toy import Known
@@ -201,8 +201,7 @@ def rows_of(results: Results) -> list[Row]:
         if not run.means:
             continue
         name = run.arm.name
-        median, least, most = spread(run.means)
-        rows.append(Row(f"{name}: ttft mean", median, "s", None, results.against(run), least, most))
+        rows.append(median_row(f"{name}: ttft mean", run.means, "s", None, results.against(run)))
         rows.append(Row(f"{name}: ttft p99", percentile(run.ttft, 99), "s"))
         computed = run.computed_tokens
         share = None if computed is None else computed / run.prompt_tokens
@@ -212,14 +211,13 @@ def rows_of(results: Results) -> list[Row]:
 
 def as_json(results: Results, run: Run) -> dict[str, Any]:
     full, given = results.with_full(run), results.with_given(run)
-    median, least, most = spread(run.means)
     hits = run.hits
     return {
         "cannot_run": None,
         "about": run.arm.about,
-        "ttft_mean_s": median,
-        "ttft_mean_min_s": least,
-        "ttft_mean_max_s": most,
+        "ttft_mean_s": statistics.median(run.means),
+        "ttft_mean_min_s": min(run.means),
+        "ttft_mean_max_s": max(run.means),
         "ttft_p50_s": percentile(run.ttft, 50),
         "ttft_p99_s": percentile(run.ttft, 99),
         "prompt_tokens": run.prompt_tokens,
@@ -238,7 +236,6 @@ def as_json(results: Results, run: Run) -> dict[str, Any]:
 
 
 def write(folder: Path, results: Results, **more: Any) -> list[Path]:
-    """The results form, and a line for each request."""
     arms = {run.arm.name: as_json(results, run) for run in results.runs if run.means}
     arms |= {
         arm.name: {"cannot_run": arm.cannot_run, "about": arm.about}
@@ -256,7 +253,6 @@ def write(folder: Path, results: Results, **more: Any) -> list[Path]:
 
 
 def screen(results: Results) -> list[str]:
-    """The shell's table, a row an arm, and why an arm has none."""
     heads = ["arm", "TTFT mean", "p99", "against none", "computed", "same first", "same answer"]
     heads += ["first differing", "KL, first", "as given order", "warm-up"]
     ran = [run for run in results.runs if run.means]

@@ -42,13 +42,13 @@ from kvtier.bench.spans.arms import (
     ONE_SERVER,
     RUN,
     Arm,
+    Retrieval,
     Sizes,
     server_args,
     server_env,
 )
 from kvtier.bench.spans.one_server import ask_running, ask_toy
 from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, screen, write
-from kvtier.bench.spans.work import Retrieval
 from kvtier.core.errors import ConfigError
 from kvtier.spans import Order
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier.bench.spans.work import Question, draw_documents
+from kvtier.bench.spans.arms import Question, draw_documents
 
 KINDS = ("inside", "order", "neighbour", "two-hops")
 """``inside``: a key that one document has. Asked is its value.

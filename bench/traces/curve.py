@@ -134,7 +134,6 @@ class _Recency:
             place += place & -place
 
     def _renumber(self, more: int) -> None:
-        """Close the gaps, and make room for as many chunks again."""
         held = len(self._places)
         for place, key in enumerate(self._places, 1):
             self._places[key] = place

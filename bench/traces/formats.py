@@ -117,7 +117,6 @@ def _told(path: Path) -> str:
 
 
 def _are_records(head: bytes, size: int) -> bool:
-    """Whole records whose times never go back."""
     record = libcachesim.RECORD
     whole = head[: min(len(head) // record.size, _SOME_RECORDS) * record.size]
     times = [at for at, *_ in record.iter_unpack(whole)]

@@ -39,8 +39,6 @@ OVER = Hint(over=True)
 
 
 class Result(NamedTuple):
-    """The counts, in chunks."""
-
     requests: int
     asked: int
     ram: int

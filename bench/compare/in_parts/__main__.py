@@ -56,7 +56,6 @@ _PLACES = {"NVMe": "nvme", RAM: "ram"}
 _PEERS = {"NVMe": VLLM, RAM: VLLM_RAM}
 _AS_GPU = Path(__file__).resolve().parents[3] / "tests" / "cpu_as_gpu"
 _DOCUMENTS = 3
-"""Of each size."""
 _RAM_DOCUMENTS, _TIMES = 2.25, 8
 """RAM holds so many of the longest documents, or this part of one."""
 _MOST_FILLS = 4
@@ -247,7 +246,6 @@ def _cost(name: str, costs: Sequence[float], against: float | None) -> Row:
 
 
 def gaps(engines: Mapping[str, EngineProcess], sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Gaps of a decoding request while a document of the largest size comes."""
     told, longest = Told(), max(sizes)
     documents = [one for one in _documents(sizes) if one.tokens == longest]
     for round_ in range(rounds):
@@ -288,7 +286,6 @@ _FELT: dict[str, Callable[[Answer], float]] = {
 
 
 def longer_than_ram(lab: Lab, tokens: int, rounds: int) -> list[Row]:
-    """Documents of eight times RAM, beside the raw disk."""
     engine = lab.ours("eighth", tokens, lab.nvme("eighth", tokens / _TIMES))
     documents = [Document(number, tokens) for number in range(2)]
     engine.hear()

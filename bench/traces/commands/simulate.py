@@ -172,7 +172,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """The rows of the table. Raises ConfigError for a file that is not a trace."""
     found = read(arguments.file, arguments.format, arguments.keep_partial)
     every, saves = _every(found.requests, arguments), prefill_of(found, arguments).saves
     return list(_cases(found.requests, every, saves, arguments))

@@ -1,4 +1,4 @@
-"""What is told of each load: one log line, so that the first hit of an engine can be seen, and
+"""A load, told: one log line, so that the first hit of an engine can be seen, and
 OpenTelemetry spans of lookups and loads, through vLLM's own tracing. One thread makes all calls.
 
 vLLM's own line counts hits of its own cache and of kvtier's separately, every ten seconds, and in

@@ -15,10 +15,9 @@ import pytest
 
 from kvtier.bench.flags import chosen
 from kvtier.bench.long_doc_qa import run as long_doc_qa
-from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, Sizes, server_args
+from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, PRESETS, Sizes, Workload, server_args
 from kvtier.bench.long_doc_qa.report import Round, summarise, verdict
 from kvtier.bench.long_doc_qa.run import add_arguments
-from kvtier.bench.long_doc_qa.work import PRESETS, Workload
 from kvtier.bench.processes import servers
 from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.processes.servers import ServerError, VllmServer

@@ -11,11 +11,10 @@ import pytest
 from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans import run as spans
-from kvtier.bench.spans.arms import ARMS, FULL, RUN, Sizes, server_args, server_env
+from kvtier.bench.spans.arms import ARMS, FULL, RUN, Retrieval, Sizes, server_args, server_env
 from kvtier.bench.spans.report import Results, Run, agreement, answers, as_json, screen
 from kvtier.bench.spans.run import add_arguments
 from kvtier.bench.spans.toy import Known
-from kvtier.bench.spans.work import Retrieval
 
 WORDS = range(100, 2000)
 

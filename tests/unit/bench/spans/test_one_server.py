@@ -3,9 +3,8 @@
 import pytest
 
 from kvtier.bench.requests.client import Client
-from kvtier.bench.spans.arms import ONE_SERVER
+from kvtier.bench.spans.arms import ONE_SERVER, Question
 from kvtier.bench.spans.one_server import Prompts, read
-from kvtier.bench.spans.work import Question
 from kvtier.core.errors import ConfigError
 
 QUESTIONS = [Question([1, 2], [[3, 4], [5, 6]], [7]), Question([1, 2], [[5, 6], [3, 4]], [8])]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvtier.bench.spans import toy
-from kvtier.bench.spans.work import as_ask
+from kvtier.bench.spans.arms import as_ask
 
 WORD = toy.WORDS.index
 
