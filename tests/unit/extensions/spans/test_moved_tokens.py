@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kvtier.core.errors import LayoutError
-from kvtier.extensions.spans.mover import KeyRotation, rotation_of
-from kvtier.extensions.spans.packing import learned
+from kvtier.extensions.spans.packing import KeyRotation, learned, rotation_of
 
 TOKENS, HEADS, DIM = 8, 2, 6
 

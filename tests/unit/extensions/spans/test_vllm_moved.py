@@ -13,7 +13,7 @@ from torch import nn
 
 from kvtier.connectors.vllm.groups import SpanMove
 from kvtier.core.errors import LayoutError
-from kvtier.extensions.spans.mover import KeyRotation, rotation_of
+from kvtier.extensions.spans.packing import KeyRotation, rotation_of
 
 pytestmark = pytest.mark.vllm
 
