@@ -53,11 +53,18 @@ class Row:
 
 def median_row(name: str, values: Sequence[float], unit: str, *beside: float | None) -> Row:
     """``beside``: limit and ratio."""
-    return Row(name, statistics.median(values), unit, *beside, min=min(values), max=max(values))
+    return _row(name, statistics.median(values), unit, values, beside)
 
 
 def mean_row(name: str, values: Sequence[float], unit: str, *beside: float | None) -> Row:
-    return Row(name, statistics.fmean(values), unit, *beside, min=min(values), max=max(values))
+    return _row(name, statistics.fmean(values), unit, values, beside)
+
+
+def _row(
+    name: str, middle: float, unit: str, values: Sequence[float], beside: Sequence[float | None]
+) -> Row:
+    limit, ratio, *_ = *beside, None, None
+    return Row(name, middle, unit, limit, ratio, min(values), max(values))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
