@@ -102,8 +102,7 @@ class KVStore(Protocol):
 
     @property
     def paces(self) -> Mapping[str, Pace]:
-        """How fast each tier is that this process has itself, by its name. Empty where a server has
-        them."""
+        """How fast each of this process's own tiers is, by name. Empty where a server has them."""
 
     # ---- what a scheduler asks -------------------------------------------------------------------
 

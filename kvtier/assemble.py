@@ -229,8 +229,7 @@ class _AtRest(NamedTuple):
 
     chunk_bytes: int
     key_name: bytes = b""
-    """Part of the chunk names in a shared store, so that chunks sealed with different keys never
-    collide."""
+    """Part of chunk names in a shared store: chunks sealed with different keys never collide."""
     sealed: Callable[[Tier], Tier] = lambda tier: tier
 
 

@@ -228,8 +228,7 @@ class Admin:
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Around every request, known or not: check who may ask, and put what went wrong into
-        words."""
+        """Around every request: check who may ask, and put what went wrong into words."""
         try:
             self._expect_our_name(request)
             with self._places.request(request.protocol):

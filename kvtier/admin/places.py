@@ -125,7 +125,7 @@ class Places:
         """Let connections in until cancelled. Then close those that are quiet: aiohttp ends the
         others."""
         try:
-            async for sock, (address, *_) in accepted(self._loop, listening, _not_told):
+            async for sock, (address, *_) in accepted(self._loop, listening):
                 self._enter(sock, address, serve)
         finally:
             for visit in self._visits:
@@ -161,10 +161,6 @@ class Places:
         visit.handler = serve()
         with contextlib.suppress(OSError):  # no handshake: its connection is closed
             await self._turns.greet(visit.sock, _Sips(visit.handler), self._tls, origin_of(address))
-
-
-def _not_told(error: OSError) -> None:
-    """The server's own listeners run out of the same descriptors, and tell it."""
 
 
 class Port(NamedTuple):

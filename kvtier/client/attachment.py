@@ -79,8 +79,7 @@ class SharedPool(_Renewed, Pool):
 
     @classmethod
     def join(cls, path: str, witness_path: str, slots: int, slot_bytes: int) -> SharedPool:
-        """Map the pool in another process of the engine. Raises TierError when the engine has let
-        go of it."""
+        """Map the pool in another process of the engine. Raises TierError when it was let go."""
         opened: list[int] = []
         try:
             opened.append(os.open(witness_path, os.O_WRONLY | os.O_CLOEXEC))
@@ -96,8 +95,7 @@ class SharedPool(_Renewed, Pool):
 
 
 class Attachment:
-    """One connection with its pool, and with the leases that refer to it. Under the owner's
-    lock."""
+    """One connection with its pool and the leases that refer to it. Under the owner's lock."""
 
     def __init__(self, welcomed: Welcomed) -> None:
         self.places = welcomed.welcome.places
@@ -132,8 +130,7 @@ class Attachment:
     # ---- messages --------------------------------------------------------------------------------
 
     def put(self, message: wire.Message) -> None:
-        """Send a message, now or with the next call. Raises OSError or TierError when the server is
-        gone."""
+        """Send a message, now or with the next call. Raises OSError or TierError."""
         self.put_frame(wire.frame(message))
 
     def put_frame(self, frame: bytes) -> None:

@@ -398,8 +398,7 @@ class Client:
             return None
 
     def _caught_up(self, attachment: Attachment) -> bool:
-        """Whether the overdue answer has come. Its lease is given back: no request waits for it any
-        more."""
+        """Whether the overdue answer has come. Its lease is given back: no request waits for it."""
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)

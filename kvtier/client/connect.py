@@ -100,8 +100,7 @@ class ServerAccess:
 
 
 def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
-    """Raises ConfigError for TCP beyond loopback without TLS. ``keys`` of the configuration would
-    give it."""
+    """Raises ConfigError for TCP beyond loopback without TLS, which ``keys`` would give."""
     if not unencrypted:
         raise ConfigError(
             f"{address} is beyond this host and not encrypted: who sees the network could read and "

@@ -189,8 +189,7 @@ class RemoteTier(Tier):
         return _Line(enter(self._access, _CALL_S).socket)
 
     def _failed(self, error: Exception) -> None:
-        """Leave the server alone for a while. One line in the log each time that it is found
-        dead."""
+        """Leave the server alone for a while. One line in the log each time it is found dead."""
         opened = self._breaker.fault()
         with self._lock:
             self._counts["failed"] += 1

@@ -199,8 +199,7 @@ class KeyChain:
         return self.keys
 
     def continued(self, tail: Sequence[int]) -> list[ChunkKey]:
-        """Keys of a prompt that goes on with ``tail``. This chain stays as it is. Raises
-        likewise."""
+        """Keys of a prompt that goes on with ``tail``. This chain stays as it is."""
         other = copy(self)
         other._hash, other.keys = self._hash.copy(), list(self.keys)
         other._go_on(tail)

@@ -31,8 +31,7 @@ HUGE_BYTES = 2 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Memory = Any
-"""A ctypes array over a mapping. The mapping ends with the last reference to the array or to a view
-of it."""
+"""A ctypes array over a mapping, which ends with the last reference to it or to a view of it."""
 
 _NAME, _RESERVED_NAME = "kvtier-pool", "kvtier-huge"
 """Reserved pages are not part of the memory for which others compete. A name of their own lets

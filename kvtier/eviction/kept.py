@@ -99,8 +99,7 @@ class Kept:
         return stay.owner
 
     def tick(self, now: float) -> list[Released]:
-        """Returns those whose time is over, of a few that are looked at. All chunks get their
-        turn."""
+        """Chunks whose time is over, of a few that are looked at. All get their turn."""
         self._now, over = now, list[Released]()
         for key, stay in list(islice(self.stays.items(), _TICK_CHUNKS)):
             if stay.until > now:

@@ -154,8 +154,7 @@ class Owned:
         self.kept = kept
         self._stays = kept.stays
         self._once: dict[int, int] = {}
-        """Each owner's number as one object for all its keys: each key had an int of 44 bytes of
-        its own."""
+        """Each owner's number, one object for all its keys: an int of 44 bytes less a key."""
         self._split = split
         self._parts: defaultdict[int, LRU] = defaultdict(LRU)
 

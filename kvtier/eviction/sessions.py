@@ -104,8 +104,7 @@ class Sessions:
         return self._names[name][1] if name in self._names else ()
 
     def _last_known(self, run: Sequence[ChunkKey]) -> Steps[tuple[int, int]]:
-        """The place of the last chunk of ``run`` that was seen before, -1 for none, and its
-        session."""
+        """The place of the last chunk of ``run`` seen before, -1 for none, and its session."""
         whose, at = self._whose, len(run) - 1
         while at >= 0 and run[at] not in whose:
             at -= 1

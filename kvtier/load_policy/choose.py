@@ -14,8 +14,7 @@ from kvtier.core.lookup import Asking
 
 _LEAST_ODDS = 0.02
 _SAFETY_PART = 0.9
-"""Waiting must cost less than this part of what it saves: at the break-even point nothing is gained
-by either."""
+"""Waiting must cost less than this part of what it saves: at break-even neither gains."""
 _PATIENCE_FACTOR, _LEAST_PATIENCE_PART = 3.0, 1 / 8
 """A load is given up after this multiple of its estimate, and no sooner than this part of what it
 saves: the first reads of a tier open connections and touch memory, and to lose seconds of compute

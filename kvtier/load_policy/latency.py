@@ -13,8 +13,7 @@ _FORGET_S = 2.0
 """Without a sample for so long, the next one has 63 % of the say."""
 _LEAST_SAY_PART = 1 / 8
 _PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
-"""Pause between trial reads of a tier that is declined: this, and this many reads of it, at most so
-long."""
+"""Between trial reads of a declined tier: this, and this many reads of it, at most so long."""
 
 
 class Average:
@@ -89,8 +88,7 @@ class Pace:
             self._writes.add(seconds, now)
 
     def asked(self, call: int, now: float, found: float) -> None:
-        """A find ended, which held the part ``found`` of the run. No slower than a read, or shows
-        that."""
+        """A find ended, which held the part ``found`` of the run."""
         self._took(now - self._begun.pop(call), now, whole=False)
         self.odds += _LEAST_SAY_PART * (found - self.odds)
 

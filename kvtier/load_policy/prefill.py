@@ -76,8 +76,7 @@ class Prefill:
     def __init__(
         self, first: PrefillTime | None = None, known: Certainty = Certainty.MEASURED
     ) -> None:
-        """``first``: what to start from, worth a step of 128 tokens, and how it is ``known``. None:
-        nothing."""
+        """``first``: what to start from, worth a step of 128 tokens, and how it is ``known``."""
         self._first_depth = first.per_depth if first is not None else 0.0
         self._sums = [0.0] * 5
         self.line: PrefillTime | None = None
@@ -102,8 +101,7 @@ class Prefill:
         return None if self.line is None else self.line.seconds(tokens, before)
 
     def learn(self, tokens: int, looks: float, seconds: float) -> None:
-        """A step computed ``tokens`` tokens, which looked back at ``looks`` tokens in all, in
-        ``seconds``."""
+        """A step computed ``tokens``, which looked back at ``looks`` in all, in ``seconds``."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
         weight, depth, each = float(tokens) ** 2, looks / tokens, seconds / tokens

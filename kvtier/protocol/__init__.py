@@ -1,2 +1,1 @@
-"""Messages between engines and a kvtier server, as bytes and rules. This package opens
-no sockets."""
+"""Messages between engines and a kvtier server, as bytes and rules. No socket is opened here."""

@@ -32,8 +32,7 @@ class Inbox(Generic[T]):
         self._size = min(_ROOM_BYTES, HEADER_BYTES + limit)
 
     def room(self) -> memoryview:
-        """Where the next bytes belong; never empty. Raises WireError when too much was read and not
-        taken."""
+        """Room for the next bytes, never empty. Raises WireError when too much was not taken."""
         need = self._needed()
         if self._start == self._end:
             self._start = self._end = 0
@@ -78,8 +77,7 @@ class Inbox(Generic[T]):
         return count
 
     def _needed(self) -> int:
-        """Bytes of the first frame, as far as they are known. Raises WireError when it is too
-        long."""
+        """Bytes of the first frame, as far as known. Raises WireError when it is too long."""
         if self._end - self._start < HEADER_BYTES:
             return HEADER_BYTES
         length = int.from_bytes(self._buffer[self._start : self._start + HEADER_BYTES], "little")

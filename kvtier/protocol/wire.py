@@ -214,8 +214,7 @@ class HintCall(Message, tag=22):
 
 
 class ServedCall(Message, tag=23):
-    """See :class:`kvtier.core.lookup.Served`. ``hits`` are tokens by place. ``keys`` are its
-    ``rest``."""
+    """See :class:`kvtier.core.lookup.Served`. ``hits``: tokens by place. ``keys``: its ``rest``."""
 
     asked: Number
     hits: Annotated[list[Number], msgspec.Meta(max_length=16)]
@@ -424,8 +423,7 @@ def split(blob: bytes) -> list[ChunkKey]:
 
 
 def client_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello. It cannot be used a second
-    time."""
+    """HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello, good for one time."""
     said = _encode(msgspec.structs.replace(hello, proof=b""))
     return hmac.digest(token, b"kvtier client\0" + challenge.nonce + said, hashlib.sha256)
 

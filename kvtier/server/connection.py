@@ -449,8 +449,7 @@ class Connection(asyncio.BufferedProtocol):
     # ---- an attached engine's end ----------------------------------------------------------------
 
     def _retire(self) -> None:
-        """End the session if its engine can touch no slot any more and nothing of it is being
-        worked on."""
+        """End the session if its engine can touch no slot any more and no work of it runs."""
         if self._work is not None or not self._lost or self._session is None:
             return
         self._session.gone()
@@ -471,8 +470,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def lingers(self) -> bool:
-        """Processes of the engine may still have the pool mapped, or its leases have not all
-        ended."""
+        """Processes of the engine may still map the pool, or its leases have not all ended."""
         return self._session is not None
 
     def let_go(self) -> None:

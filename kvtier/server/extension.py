@@ -45,8 +45,7 @@ class ServerExtension:
 
 
 def server_extensions(config: Any) -> list[ServerExtension]:
-    """Extensions that a configuration asks for. Raises ConfigError, also where a package's function
-    fails."""
+    """Extensions that a configuration asks for. Raises ConfigError, also where one fails."""
     points = [EntryPoint(name, where, GROUP) for name, where in _OURS.items()]
     points += sorted(entry_points(group=GROUP), key=lambda point: point.name)
     made = (_made(point, config) for point in points)
@@ -87,8 +86,7 @@ async def noticing_recovery(server: Server) -> None:
 
 
 def _ask(tier: Tier, done: Callable[[], object]) -> None:
-    """Ask for chunks that nobody has. A machine that is left alone is not asked before its time
-    comes."""
+    """Ask for chunks that nobody has. A machine that is left alone is not asked before its time."""
     try:
         for _ in range(_QUESTIONS):
             tier.find([ChunkKey(secrets.token_bytes(KEY_BYTES))])

@@ -55,8 +55,7 @@ class Owner(NamedTuple):
 
 
 class SizeClass:
-    """For the server's loop, but for :meth:`_arrived`. ``call_soon``: from any thread to that
-    loop."""
+    """For the server's loop, but for :meth:`_arrived`. ``call_soon``: any thread's way there."""
 
     def __init__(
         self,
@@ -71,8 +70,7 @@ class SizeClass:
         self.owners: OrderedDict[tuple[bytes, str], Owner] = OrderedDict()
         """By fingerprint and tenant name: the 4,096 that came last."""
         self.subscribers: set[Subscriber] = set()
-        """Called whenever promotions have ended. A caller that adds itself checks once after
-        that."""
+        """Called whenever promotions have ended. Who adds itself checks once after that."""
         self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
         self.left = clock()
@@ -83,8 +81,7 @@ class SizeClass:
         self.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
 
     def owner(self, fingerprint: bytes, namespace: str, engine: str = "") -> int:
-        """The namespace's number, which its name alone decides. The oldest of too many names are
-        forgotten."""
+        """The namespace's number, by its name alone. The oldest of too many are forgotten."""
         name, number = (fingerprint, namespace), owner_of(fingerprint, namespace)
         self.owners[name] = Owner(number, engine)
         self.owners.move_to_end(name)
@@ -110,8 +107,7 @@ class SizeClass:
     # ---- promotions that end ---------------------------------------------------------------------
 
     def _arrived(self) -> None:
-        """On a lane thread. A subscriber that is added meanwhile has yet to check for the first
-        time."""
+        """On a lane thread. A subscriber added meanwhile has yet to check for the first time."""
         self.arrivals += 1
         if self.subscribers:
             self._call_soon(self._notify)
@@ -283,8 +279,7 @@ class SizeClasses:
         return True
 
     def warn_if_apart(self, size_class: SizeClass, name: tuple[bytes, str]) -> None:
-        """An engine of this namespace has come. Warn once where the namespace's chunks have two
-        sizes."""
+        """An engine of this namespace has come. Warn once where its chunks have two sizes."""
         own = size_class.owners[name]
         for size, other in self.open.items():
             they = other.owners.get(name)
@@ -331,8 +326,7 @@ class SizeClasses:
         return future
 
     def close(self, timeout_s: float) -> bool:
-        """Close every store. Queued writes have ``timeout_s``. False: something was dropped or
-        hangs."""
+        """Close every store. Queued writes have ``timeout_s``. False: some were dropped."""
         clean = self._lane.close(timeout_s)
         for size_class in self.open.values():
             clean &= size_class.store.close(timeout_s)

@@ -65,8 +65,7 @@ class Server:
         self.name = os.urandom(wire.TICKET_BYTES)
         """No other start of a server has it."""
         self.steered: dict[bytes, Connection] = {}
-        """Engines whose schedulers are on another host, by the ticket with which their workers here
-        join."""
+        """Engines with schedulers on other hosts, by the ticket with which workers here join."""
         self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
         self.announced: Publication | None = None
         self.counts: Counter[str] = Counter()
@@ -80,8 +79,7 @@ class Server:
         self._empty = asyncio.Event()
         self.ready = False
         self.trouble: dict[str, str] = {}
-        """In words, by subject, apart from the tiers that engines use now. The admin surface shows
-        it."""
+        """In words, by subject, apart from tiers in use now. The admin surface shows it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
         self._log_limit = LogLimit(10, 10.0, letters=1000)

@@ -134,8 +134,7 @@ class Side(NamedTuple):
     wanted: int = 0
     """Of the chunks that found no free room in the last turn."""
     age: int | None = None
-    """Turns since the last use of the coldest chunk. None where no chunk can leave, or it is not
-    known."""
+    """Turns since the last use of the coldest chunk. None: no chunk can leave, or unknown."""
 
     def least(self, place: int) -> int:
         return self.fixed + max(self.unit, place // _LEAST_PARTS)
@@ -180,8 +179,7 @@ def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 def _givers(
     place: int, sides: Mapping[int, Side], rooms: Mapping[int, int], taker: int
 ) -> list[tuple[int, int]]:
-    """Sizes that give to ``taker``, and the most of each: free room first, then the coldest
-    chunks."""
+    """Sizes that give to ``taker``, and the most of each: free room, then coldest chunks."""
     others = {size: side for size, side in sides.items() if size != taker}
     bound = _HOTTER_FACTOR * (sides[taker].age or 0) + _HOTTER_TURNS
     free = {

@@ -117,8 +117,7 @@ class ChunkStream:
     # ---- find ------------------------------------------------------------------------------------
 
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
-        """Claim the run too, so that chunks of lower tiers are on their way up when they are asked
-        for."""
+        """Claim the run too, so that chunks of lower tiers are on their way when asked for."""
         if keys == [wire.OTHER_SIZE]:
             apart = self._store.sharing.is_elsewhere(self._owner)
             self._write(wire.frame(wire.Found(self._id, int(apart))))

@@ -1,5 +1,4 @@
-"""Witnesses: pipes by which a server knows whether some process of an engine has its pool
-mapped."""
+"""Witnesses: pipes by which a server knows whether a process of an engine has its pool mapped."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""The Store: which tier has which chunk, which are in use, and what is promoted, spilled and
-evicted."""
+"""The Store: which tier has which chunk, what is in use, promoted, spilled and evicted."""

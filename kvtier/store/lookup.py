@@ -1,5 +1,4 @@
-"""How much of a run a Directory can serve, and when. Pure: the caller gives the times. No clock,
-lock or I/O."""
+"""How much of a run a Directory can serve, and when. Pure: the caller gives the times."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ class Purge:
         self._lower, self._every_key = lower, every_key
 
     def finding(self, owner: int | None) -> Steps[set[ChunkKey]]:
-        """Every chunk in RAM or in a tier that ``owner`` may drop
-        (:func:`kvtier.core.tenant.may`)."""
+        """Every chunk in RAM or a tier that ``owner`` may drop (:func:`kvtier.core.tenant.may`)."""
         found = set[ChunkKey]()
         for part in pieces(self._every_key()):
             with self._lock:
@@ -32,8 +31,7 @@ class Purge:
         return found
 
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
-        """Number of these dropped chunks that are being filled, or not yet deleted in a lower
-        tier."""
+        """Number of these chunks that are being filled, or not yet deleted in a lower tier."""
         left = 0
         for part in pieces(keys):
             with self._lock:
@@ -52,8 +50,7 @@ class Purge:
         )
 
     def _is_unfinished(self, key: ChunkKey, owner: int | None) -> bool:
-        """Under the lock: being filled, written or deleted, so that an invalidate does not remove
-        it yet."""
+        """Under the lock: being filled, written or deleted, so no invalidate removes it yet."""
         entry, tiers = self._directory.get(key), self._directory.tiers
         return (entry is not None and may(owner, entry.owner)) or any(
             key in tier.leaving or key in tier.writing for tier in tiers

@@ -277,8 +277,7 @@ class Store:
         run: Sequence[ChunkKey],
         size: int = PIECE_CHUNKS,
     ) -> Steps[None]:
-        """Tell the directory of a run in pieces, the end first, so that the beginning is
-        hottest."""
+        """Tell the directory of a run in pieces, the end first: the beginning is hottest."""
         parts = list(pieces(run, size)) if run else []
         for part in reversed(parts):
             with self._lock:
@@ -384,8 +383,7 @@ class Store:
 
     @in_pieces
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
-        """See KVStore.invalidate. ``owner``: only what it may drop,
-        :func:`kvtier.core.tenant.may`."""
+        """See KVStore.invalidate. ``owner``: what it may drop, :func:`kvtier.core.tenant.may`."""
         for part in pieces(keys):
             with self._lock:
                 for key in part:
@@ -401,15 +399,13 @@ class Store:
         self.invalidate(self.every_key())
 
     def every_key(self) -> list[ChunkKey]:
-        """See :meth:`Directory.keys`. All under the lock: see
-        :class:`kvtier.server.shares.ScanLimiter`."""
+        """All under the lock: see :class:`kvtier.server.shares.ScanLimiter`."""
         with self._lock:
             return self._directory.keys()
 
     @property
     def most_held(self) -> int:
-        """See KVStore.most_held. Fewer than the pool's slots while another Store has the room of
-        the others."""
+        """See KVStore.most_held. Fewer than the pool's slots while other Stores have room of it."""
         return self._directory.slots.limit
 
     @property
@@ -542,8 +538,7 @@ class Store:
         return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
 
     def _find(self, lease: LoadLease, index: int) -> None:
-        """On a lane thread: ask a shared tier for the rest of the lease's run, and claim what it
-        holds."""
+        """On a lane thread: ask a shared tier for the rest of the run, and claim what it holds."""
         claim: _Claim = lease.held
         with self._lock:
             unknown = lease.keys[len(claim.entries) :]
@@ -598,8 +593,7 @@ class Store:
     # ---- for leases ------------------------------------------------------------------------------
 
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are offered to every lower
-        tier's lane."""
+        """See :class:`kvtier.store.lease.Keeper`. Committed chunks are offered to every lane."""
         filling: _Filling = lease.held
         entries = filling.entries
         for part in pieces(entries):
@@ -664,8 +658,7 @@ class Store:
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. The end of the run first: its beginning ends up
-        hottest."""
+        """See :class:`kvtier.store.lease.Keeper`. The run's end first: its beginning is hottest."""
         claim: _Claim = lease.held
         with self._lock:
             entries, claim.entries = claim.entries, []

@@ -1,5 +1,4 @@
-"""TierIndex: what one lower tier holds, is being given, and has yet to delete. Pure, like its
-Directory."""
+"""TierIndex: what one lower tier holds, is being given, and has yet to delete. Pure."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class TierIndex:
         self.order = Owned(policy(capacity), share is not None, Kept(capacity, keep, share))
         self.quota = Quota(share, capacity, self._count)
         self.writing: dict[ChunkKey, int] = {}
-        """Chunks being written, with their owners. They count against the capacity and are not held
-        yet."""
+        """Chunks being written, with their owners. They count against the capacity already."""
         self.leaving: set[ChunkKey] = set()
         """Chunks that the tier has yet to delete. Until then they are not written again."""
 
@@ -124,8 +122,7 @@ class TierIndex:
         return [victim]
 
     def limit(self, capacity: int, most: int) -> list[ChunkKey]:
-        """Set the capacity, in chunks. Returns up to ``most`` chunks that leave for it, coldest
-        first."""
+        """Set the capacity, in chunks. Up to ``most`` chunks that leave for it, coldest first."""
         self.capacity = capacity
         self.quota.resize(capacity, self.order.owners())
         self.order.resize(capacity)

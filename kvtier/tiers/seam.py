@@ -151,8 +151,7 @@ class TierSection(ConfigSection):
         return True
 
     def daily_writes(self) -> int | None:
-        """Most bytes written a day. If set, chunks are written as RAM drops them. None: no
-        limit."""
+        """Most bytes written a day. If set, chunks are written as RAM drops them."""
         return None
 
     def for_slots(self, slot_bytes: int) -> TierSection:

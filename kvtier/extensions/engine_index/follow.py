@@ -83,8 +83,7 @@ class Followed:
 async def following(
     engines: Sequence[Followed], trouble: MutableMapping[str, str]
 ) -> AsyncIterator[None]:
-    """Follow them as long as the context lasts. ``trouble`` is told, by subject, which cannot
-    be."""
+    """Follow them while the context lasts. ``trouble`` is told, by subject, which cannot be."""
     tasks = [asyncio.create_task(_Follower(engine, trouble).run()) for engine in engines]
     try:
         yield
@@ -229,8 +228,7 @@ class _Follower:
                 ended = await self._replay(self._engine.stream.replay)
 
     async def _replay(self, endpoint: str) -> bool:
-        """Whether the answer came to its end. It is only read as far as there is time to apply
-        it."""
+        """Whether the answer came to its end. It is read as far as there is time to apply it."""
         try:
             peer = await zmtp.connected(endpoint, _MESSAGE_BYTES)
         except OSError:

@@ -45,8 +45,7 @@ _COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
 def decoding(payload: bytearray | bytes) -> Steps[list[Event]]:
-    """The events of one message, in order. Long ones are cut. Raises msgspec.DecodeError for
-    anything else."""
+    """The events of one message, in order, long ones cut. Raises msgspec.DecodeError."""
     if len(payload) <= _AT_ONCE_BYTES:
         return decode(payload)
     try:
@@ -158,8 +157,7 @@ def _array(data: bytearray | bytes, at: int) -> tuple[int, int]:
 
 
 def _opened(data: bytearray | bytes, at: int) -> tuple[int, int]:
-    """Number of values inside the value at ``at``, and where what is behind its size and bytes
-    begins."""
+    """Number of values inside the value at ``at``, and where they, or what is behind it, begin."""
     kind = data[at]
     if kind >> 4 in (0x8, 0x9):
         return (kind & 0xF) * (2 if kind >> 4 == 0x8 else 1), at + 1

@@ -80,8 +80,7 @@ class Announcer(Extension):
                 del self._described[key]
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        """Announce what is held of these chunks and was not announced. A server is asked once a
-        prompt."""
+        """Announce what is held of these chunks and was not. A server is asked once a prompt."""
         if prompt.is_hidden or prompt.claim.was_looked_up:
             return
         geometry, request = self._geometry, prompt.request

@@ -234,7 +234,7 @@ class _Door:
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async for sock, _ in accepted(loop, self._listener.socket, _not_told):
+            async for sock, _ in accepted(loop, self._listener.socket):
                 if len(self.clients) >= _MOST_CLIENTS:
                     _strangers.warning(
                         "server_events: %s has its %d connections, and one more was refused",
@@ -285,7 +285,3 @@ async def _stopped(task: asyncio.Task[None]) -> None:
 def _ended(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("a bug: KV events are not published", exc_info=task.exception())
-
-
-def _not_told(error: OSError) -> None:
-    """The server's own listeners run out of the same descriptors, and tell it."""

@@ -1,2 +1,1 @@
-"""Chunks in an object store (S3, Google Cloud Storage, Azure) that hosts share and that outlives
-them all."""
+"""Chunks in an object store (S3, Google Cloud Storage, Azure) that hosts share."""

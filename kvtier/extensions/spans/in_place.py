@@ -32,8 +32,7 @@ class InPlace:
     """One rank's, of one cache group of full attention. The worker's thread."""
 
     def __init__(self, vllm_config: Any, layers: Mapping[str, Any], block_tokens: int) -> None:
-        """``layers``: those whose KV is kept. Raises LayoutError, with the reason, where this
-        cannot be done."""
+        """``layers``: those whose KV is kept. Raises LayoutError where this cannot be done."""
         if vllm_config.lora_config is not None:
             raise LayoutError("LoRA is on, and which adapter a token has is told for a step only")
         if vllm_config.parallel_config.data_parallel_size != 1:

@@ -166,8 +166,7 @@ class Mover(WorkerExtension):
         return ended
 
     def compute(self, order: SpanPass) -> None:
-        """Raises when that fails, or when the first layer does not have then what was moved
-        there."""
+        """Raises when that fails, or the first layer does not have then what was moved there."""
         ready = order.number in self._copied and self._in_place is not None
         self._copied.discard(order.number)
         if not order.runs:

@@ -95,8 +95,7 @@ def _places(
     form: tuple[int, int, tuple[int, int]],
     which: int,
 ) -> torch.Tensor:
-    """Of the keys (``which`` 0) or values (1): each element's number is written, a digit at a
-    time."""
+    """Of keys (``which`` 0) or values (1): each element's number is written digit by digit."""
     tokens, heads, dims = form
     shape = tokens, heads, dims[which]
     size = math.prod(shape)

@@ -130,8 +130,7 @@ def runs_of(
 def bounded(
     ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int, most: int
 ) -> list[Section]:
-    """The sections up to the run with which more than ``most`` tokens would be computed in
-    place."""
+    """Sections up to the run with which more than ``most`` tokens were computed in place."""
     tokens = 0
     for run in runs_of(ranges, sections, first, begin):
         tokens += run.end - run.begin

@@ -55,8 +55,7 @@ class Notifier:
         self.watchdog_s = int(patience) / 1e6 if patience.isdigit() and int(patience) else None
 
     def tell(self, *states: str) -> None:
-        """Send lines such as ``READY=1``. Any thread may call it. A manager that cannot be reached
-        is logged."""
+        """Send lines such as ``READY=1``. Any thread. A manager that is not reached is logged."""
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:

@@ -35,8 +35,7 @@ _PAUSE_S = 0.1
 """After an accept that failed: for example, no file descriptor was left."""
 PLACES = 64
 ONE_HOSTS_PLACES = 16
-"""Of one address, or for IPv6 of one network of 64 bits: a host has as many addresses as it
-likes."""
+"""Of one address, or one IPv6 network of 64 bits: a host has as many addresses as it likes."""
 _HANDSHAKE_S = 4.0
 """For TLS, with its waiting."""
 _REST_FACTOR = 9
@@ -78,11 +77,11 @@ def origin_of(address: str) -> str:
 async def accepted(
     loop: asyncio.AbstractEventLoop,
     listening: socket.socket,
-    failed: Callable[[OSError], None],
+    failed: Callable[[OSError], object] = lambda _: None,
     pause_s: float = STRANGERS_S,
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
     """Each connection with its address, until the task is cancelled. ``failed`` is told why one
-    could not be accepted."""
+    could not be accepted: no descriptors are left, which one listener of a server tells."""
     while True:
         try:
             connection = await loop.sock_accept(listening)

@@ -55,8 +55,7 @@ class TierSpec(NamedTuple):
 
 
 class Core(NamedTuple):
-    """The common part of a Store and its lower tiers. ``lock`` guards all of it but the pool's
-    bytes."""
+    """A Store's and its lower tiers' common part. ``lock`` guards all but the pool's bytes."""
 
     lock: AbstractContextManager[object]
     directory: Directory
@@ -84,8 +83,7 @@ class LowerTier:
         self.chunks.shared = place.tier.shared
         self._to_delete: list[ChunkKey] = []
         self._doubted: dict[int, dict[ChunkKey, None]] = {}
-        """Owner -> chunks that it wants to be dropped if they are its own, which the tier has to be
-        asked."""
+        """Owner -> chunks that it wants dropped if its own, which the tier has to be asked."""
         self._asking_whose = False
         self._corrupt = self._found_corrupt()
         self._silent = False
@@ -222,8 +220,7 @@ class LowerTier:
             self.try_read(key)
 
     def probe(self, key: ChunkKey) -> None:
-        """Takes the lock. If one is due: read one chunk that no request waits for, to learn the
-        tier's pace."""
+        """Takes the lock. If due: read a chunk that no request waits for, to learn the pace."""
         with self._lock:
             due = self.pace.probe_due(self._clock())
         if due and not self.lane.submit(partial(self._probe, key)):
@@ -253,8 +250,7 @@ class LowerTier:
         return True
 
     def try_read(self, key: ChunkKey) -> memoryview | None:
-        """On a lane thread: a chunk in scratch memory of its own, page-aligned. None when it is not
-        there."""
+        """On a lane thread: a chunk in scratch memory, page-aligned. None when it is not there."""
         size = self._core.pool.slot_bytes
         pages = memoryview(
             mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)

@@ -64,8 +64,7 @@ class Spills:
     def _ended(
         self, entry: Entry, run: Sequence[ChunkKey], stored: bool, call: int, begun: float
     ) -> None:
-        """On a lane thread. Afterwards ``run`` is hottest in the tier as it is in RAM, leaf
-        last."""
+        """On a lane thread. Then ``run`` is hottest in the tier as it is in RAM, leaf last."""
         lower, name = self.lower, self.lower.tier.name
         with self._core.lock:
             now = self._clock()
@@ -78,8 +77,7 @@ class Spills:
             lower.chunks.order.ordered(run)
 
     def _affords(self, key: ChunkKey) -> bool:
-        """Under the lock, before anything leaves for it. Over its budget the tier refuses without a
-        wait."""
+        """Under the lock, before anything leaves. Over its budget the tier refuses at once."""
         if self.budget is None or self.budget.allows(self._chunk_bytes, self._clock()):
             return True
         self._counts[f"{self.lower.tier.name}_write_over_budget"] += self.lower.chunks.takes(key)

@@ -1,5 +1,4 @@
-"""WriteBudget: how much may be written to a disk that wears out. Pure: the caller passes every
-time."""
+"""WriteBudget: what may be written to a disk that wears out. Pure: the caller has the clock."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ class WriteBudget:
     def __init__(
         self, a_day: int, least: int, lock: AbstractContextManager[object] | None = None
     ) -> None:
-        """``a_day``: bytes. ``least``: bytes of the largest single write, which a full bucket
-        always allows."""
+        """``a_day``: bytes. ``least``: of the largest write, which a full bucket always allows."""
         self._lock = lock or nullcontext()
         self._rate = a_day / _DAY_S
         self._most = self._level = max(self._rate * _BURST_S, float(least))

@@ -60,8 +60,7 @@ class UsesSince(Observer):
         self.used(run)
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
-        """Chunks of ``run`` that were not used since this hint. None of them where that was not
-        remembered."""
+        """Chunks of ``run`` not used since this hint; none where that was not remembered."""
         if hint <= self._lost:
             return []
         return [key for key in run if self._last_use.get(key, 0) < hint]
@@ -105,8 +104,7 @@ class Follower(Observer):
         self._directory, self._lock, self._clock = directory, lock, clock
         self.adaptive = adaptive
         self.on_note: Callable[[], object] = lambda: None
-        """Called on any thread, without the lock, when :meth:`work` is to be called soon, on
-        another."""
+        """Called on any thread, without the lock: :meth:`work` is to be called on another."""
         self._uses = UsesSince(2 * sum(rooms.values()))
         directory.observers.add(self._uses)
         self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
@@ -155,8 +153,7 @@ class Follower(Observer):
         return True
 
     def work(self, pause: Callable[[], object]) -> bool:
-        """Work on some of what waits, without the lock. ``pause`` is called often. True: more is
-        waiting."""
+        """Work on some of what waits, without the lock, pausing often. True: more is waiting."""
         with self._lock:
             self._directory.tick(self._clock())
         self._working = 1

@@ -40,8 +40,7 @@ class Histogram:
 
 
 class Timings(Observer):
-    """A histogram for each kind of work, from the start on. ``tiers``: the names of the lower
-    tiers."""
+    """A histogram for each kind of work from the start on. ``tiers``: the lower ones' names."""
 
     __slots__ = ("_all",)
 

@@ -56,8 +56,7 @@ class Marks:
         return len(self._words)
 
     def put(self, digest: bytes, mark: int) -> None:
-        """``digest``: 8 bytes or more, evenly distributed. ``mark`` replaces an older mark of
-        it."""
+        """``digest``: 8 evenly distributed bytes or more. ``mark`` replaces an older one."""
         words = self._words
         tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
         start = tag % self._sets * _WAYS
@@ -143,8 +142,7 @@ class Past(Observer):
         self._marks = Marks(min(max(2 * room, _LEAST_PLACES), _MOST_PLACES))
 
     def left(self, place: int, key: ChunkKey, how: Left) -> None:
-        """See Observer. What one place forgets another may still have: :meth:`missing` is told when
-        none has."""
+        """Another place may have what this one forgets: :meth:`missing` is told when none has."""
         if how is not Left.FORGOTTEN:
             self._marks.put(key, how)
 

@@ -90,8 +90,7 @@ class ZeroHits:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.verdict = ""
-        """Why nothing is ever hit. Empty as long as there are hits, or too little was asked for to
-        say."""
+        """Why nothing is ever hit. Empty while there are hits, or too little was asked to say."""
         self._room, self._found = room, found
         self._chunks, self._seconds, self._clock = chunks, seconds, clock
         self._since, self._hits, self._asked = clock(), 0, 0

@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 
 class WholeObjects(Protocol):
-    """A store of named objects. Threads: any. Methods block for a bounded time, raise
-    ``faults``."""
+    """A store of named objects. Threads: any. Methods block for a bounded time, or raise."""
 
     label: str
     faults: tuple[type[Exception], ...]

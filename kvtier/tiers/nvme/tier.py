@@ -209,8 +209,7 @@ class NvmeTier(Tier):
         return False
 
     def resize(self, chunks: int) -> int:
-        """Free slots' blocks, the file's last first, go to the file system or are reserved
-        again."""
+        """Free slots' blocks, the file's last first, go to the file system or are reserved."""
         with self._lock:
             going = list[int]()
             if (surplus := self.capacity - len(self._given) - chunks) > 0:

@@ -144,8 +144,7 @@ def record_folder(path: str, replica: int = 0) -> Path:
 
 
 class RecordWriter:
-    """Writes what a recorder notes into its folder. One thread at a time. ``clock``: seconds since
-    1970."""
+    """Writes a recorder's notes into its folder. One thread. ``clock``: seconds since 1970."""
 
     def __init__(
         self, recorder: Recorder, folder: RecordFolder, clock: Callable[[], float] = time.time
@@ -158,8 +157,7 @@ class RecordWriter:
         """Empty: nothing is wrong now."""
 
     def write_all(self) -> None:
-        """Write what waits. The log says once that it cannot be written, and once that it can be
-        again."""
+        """Write what waits. The log says once that it cannot be, and once that it can again."""
         while (batch := self._recorder.take()).lines:
             before, self.trouble = self.trouble, ""
             try:
