@@ -76,8 +76,9 @@ def parts_of(given: int, rooms: Sequence[int], held: Sequence[int]) -> list[int]
 
 
 def lane_threads(disks: Sequence[Disk], cpus: int) -> tuple[int, list[int]]:
-    """Threads for all disks: what each kind needs, at most two a CPU, and at least one a disk. With
-    the most that each disk may hold of them."""
+    """Threads for all disks: what each kind needs, at most two a CPU, and of several disks at least
+    two each, which wait more than they work. With the most that each disk may hold of them."""
     wanted = [disk_threads(disk, cpus) for disk in disks]
-    threads = max(len(disks), min(sum(wanted), 2 * cpus))
+    least = 2 * len(disks) if len(disks) > 1 else 1
+    threads = max(least, min(sum(wanted), 2 * cpus))
     return threads, [max(1, round(threads * own / sum(wanted))) for own in wanted]

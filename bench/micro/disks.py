@@ -1,0 +1,148 @@
+"""Bandwidth of the NVMe tier over several disks, beside the sum of what they give.
+
+    python -m kvtier.bench.micro.disks --path /fast/disk/folder
+
+A machine with one disk has others made of it: each folder is behind a throttle that lets so many
+bytes a second through, in the order of its calls, as a device does. All arms take turns. Chunks are
+written as saves are, read as one long hit is, and read in random order as many hits are. ``busy``:
+the least part of the reads' time in which a disk had a call.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import kvtier.tiers.nvme.files
+from kvtier.bench.flags import described
+from kvtier.bench.micro.nvme import expect, gigabytes_per_second, make_buffers, make_keys
+from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
+from kvtier.tiers.nvme.disks import Disk
+from kvtier.tiers.nvme.several import lane_threads
+from kvtier.tiers.nvme.tier import NvmeTier
+
+_MIB = 1 << 20
+_ARMS = {
+    "1 disk": (1.0,),
+    "2 disks": (1.0,) * 2,
+    "4 disks": (1.0,) * 4,
+    "8 disks": (1.0,) * 8,
+    "3 disks, one twice as fast": (2.0, 1.0, 1.0),
+}
+"""Disks by their pace."""
+
+
+class Throttle:
+    """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`. ``rates``: bytes a second, by
+    folder."""
+
+    def __init__(self, rates: dict[Path, float]) -> None:
+        self._rates, self._lock = rates, threading.Lock()
+        self._free = dict.fromkeys(rates, 0.0)
+        self._folders: dict[int, Path] = {}
+        self.busy_s = dict.fromkeys(rates, 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def _wait(self, fd: int, size: int) -> None:
+        with self._lock:
+            if fd not in self._folders:
+                self._folders[fd] = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
+            folder = self._folders[fd]
+            took = size / self._rates[folder]
+            until = max(self._free[folder], time.perf_counter()) + took
+            self._free[folder] = until
+            self.busy_s[folder] += took
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+    def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+        self._wait(fd, sum(part.nbytes for part in parts))
+        return os.pwritev(fd, parts, at)
+
+    def preadv(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+        self._wait(fd, sum(part.nbytes for part in parts))
+        return os.preadv(fd, parts, at)
+
+
+def measure(
+    folder: Path, paces: Sequence[float], rate: float, chunks: int, cpus: int
+) -> list[float]:
+    """Gigabytes a second of writes, of reads in order and of reads at random, and ``busy``."""
+    places = [folder.resolve() / f"disk{at}" for at in range(len(paces))]
+    throttle = Throttle({place: pace * rate for place, pace in zip(places, paces, strict=True)})
+    threads, most = lane_threads([Disk(str(place)) for place in places], cpus)
+    room = chunks * (_MIB + 4096) + _MIB
+    keys, buffers = make_keys(chunks), make_buffers(threads, _MIB)
+    shuffled = random.Random(0).sample(keys, chunks)
+    if len(places) == 1:
+        tier: Tier = NvmeTier(places[0], room, _MIB)
+    else:
+        tier = DiskSet(list(map(DiskPlace, places, [room] * len(places), most)), _MIB)
+    files: Any = kvtier.tiers.nvme.files
+    files.os = throttle
+    found = list[float]()
+    try:
+        with closing(tier):
+            for verb, order in ((tier.write, keys), (tier.read, keys), (tier.read, shuffled)):
+                before, begun = dict(throttle.busy_s), time.perf_counter()
+                found.append(
+                    gigabytes_per_second(
+                        lambda at, buffer, verb=verb, order=order: expect(  # type: ignore[misc]
+                            bool(verb(order[at], buffer))
+                        ),
+                        chunks,
+                        buffers,
+                        threads,
+                    )
+                )
+                passed = time.perf_counter() - begun
+                if order is keys:
+                    least = min(throttle.busy_s[one] - before[one] for one in places) / passed
+        return [*found, least]
+    finally:
+        files.os = os
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    parser = described(__doc__)
+    parser.add_argument("--path", type=Path, default=Path("build/bench-disks"))
+    parser.add_argument("--rate", type=float, default=60e6, help="bytes a second of the slow disks")
+    parser.add_argument("--chunks", type=int, default=96, help="of 1 MiB, for each disk's pace")
+    parser.add_argument("--cpus", type=int, default=os.cpu_count(), help="that threads are for")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", default="")
+    arguments = parser.parse_args()
+    told: dict[str, list[list[float]]] = {name: [] for name in _ARMS}
+    for _ in range(arguments.rounds):
+        for name, paces in _ARMS.items():
+            chunks = int(arguments.chunks * sum(paces))
+            told[name].append(
+                measure(arguments.path, paces, arguments.rate, chunks, arguments.cpus)
+            )
+    rows = list[Row]()
+    for name, paces in _ARMS.items():
+        whole = sum(paces) * arguments.rate / 1e9
+        for at, verb in enumerate(("write", "read", "read at random")):
+            values = [one[at] for one in told[name]]
+            ratio = statistics.median(values) / whole
+            rows.append(median_row(f"{name}: {verb}", values, "GB/s", whole, ratio))
+        rows.append(median_row(f"{name}: busy", [one[3] for one in told[name]], "part", 1.0))
+    print_rows(rows)
+    if arguments.output:
+        write_results(arguments.output, "disks", rows)
+
+
+if __name__ == "__main__":
+    main()
