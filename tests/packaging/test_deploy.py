@@ -299,15 +299,6 @@ def test_every_pod_has_a_network_policy():
     assert named[0]["operator"] == "In" and "monitoring" in named[0]["values"]
 
 
-def test_services_lead_to_the_engines_as_in_the_chart():
-    labels = ENGINE["spec"]["template"]["metadata"]["labels"]
-    (port,) = found(ENGINE, "ports")[0]
-    for service in ENGINE_SERVICES:
-        assert service["spec"]["selector"].items() <= labels.items()
-        assert service["spec"]["ports"][0]["targetPort"] == port["name"]
-    assert [one["spec"].get("clusterIP") for one in ENGINE_SERVICES] == [None, "None"]
-
-
 def test_workflows_run_actions_of_known_commits_with_no_rights_to_write():
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         text = file.read_text(encoding="utf-8")

@@ -425,17 +425,3 @@ def test_a_bug_is_an_answer_in_words(served, caplog):
     status_, problem = asyncio.run(_asked(served, "/v1/stats"))
     assert (status_, problem["what"]) == (500, "internal error")
     assert "a bug: GET /v1/stats" in caplog.text
-
-
-def test_a_server_looks_for_hits_by_itself(monkeypatch):
-    monkeypatch.setattr(server, "_HITS_CHECKED_S", 0.001)
-
-    async def looked():
-        one, seen = server.Server(lambda size: Store(Pool(2, size)), []), asyncio.Event()
-        await one.start()
-        size_class = await asyncio.wrap_future(one.size_classes.get(SLOT))
-        monkeypatch.setattr(size_class, "check_hits", seen.set)
-        await asyncio.wait_for(seen.wait(), DEADLINE_S)
-        assert await one.stop()
-
-    asyncio.run(looked())

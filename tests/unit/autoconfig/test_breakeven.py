@@ -35,13 +35,6 @@ def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never():
     assert break_even(10e9, 0.0, 100_000, prefill, 10) == 1
 
 
-def test_attention_makes_a_slow_tier_pay_for_long_prompts_only():
-    prefill = PrefillTime(per_token=50e-6, per_depth=2e-9)
-    # 100 us a token: pays where 1e-9 * n > 50e-6
-    assert break_even(1e9, 0.0, 100_000, prefill, 100_000) == 50_000
-    assert break_even(1e9, 0.0, 100_000, prefill, 49_999) is None
-
-
 @given(
     st.floats(1e-7, 1e-3),
     st.floats(1e-12, 1e-8),

@@ -151,18 +151,6 @@ def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path):
     assert alive(tmp_path) == []
 
 
-def test_a_host_that_is_too_slow_gets_what_it_has_and_a_sentence(tmp_path):
-    """The engine does not come up a second time, and the bound's alarm ends the wait."""
-    with started(tmp_path, ["demo"], up=1) as process:
-        until(process, "server restarts ...")
-        process.send_signal(signal.SIGALRM)
-        status, said = ended(process)
-    assert status == 0, said
-    assert "The time is over: this host is slow or busy. Not measured: kvtier-nvme-restart" in said
-    assert arms(tmp_path) == {"cold", "kvtier-ram"}
-    assert alive(tmp_path) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(tmp_path, number):
     """Twice, as make passes on what its group got already."""

@@ -85,10 +85,6 @@ def test_file_and_auto_together_are_refused_naming_both(tmp_path):
     assert f"the file {tmp_path}/lm.yaml sets sizes by hand" in str(refused.value)
 
 
-def test_without_the_word_lmcache_variables_are_not_ours():
-    assert load(env=DJL).sources == {}
-
-
 def test_with_the_word_each_lmcache_variable_is_read_and_answered_for():
     found = load(env={**DJL, "KVTIER_REPLACE_LMCACHE": "1", "LMCACHE_ENABLE_P2P": "True"}, ranks=2)
     got = (found.ram.bytes_, found.nvme.bytes_, found.nvme.path)
@@ -100,14 +96,6 @@ def test_with_the_word_each_lmcache_variable_is_read_and_answered_for():
     assert sorted(said) == sorted(expected | {"extra_config.use_odirect", "enable_p2p"})
     (warning,) = [remark for remark in found.remarks if remark.level == logging.WARNING]
     assert "enable_p2p=True: has no effect" in warning.text
-
-
-def test_ours_beat_lmcache_variables_and_a_file_of_ours_takes_their_place(tmp_path):
-    env = {**DJL, "KVTIER_REPLACE_LMCACHE": "true", "KVTIER_RAM_BYTES": "3GiB"}
-    assert load(env=env).ram.bytes_ == 3 * GIB
-    (tmp_path / "own.yaml").write_text("chunk_tokens: 128\n")
-    own = load(file=tmp_path / "own.yaml", env=env)
-    assert (own.engine.chunk_tokens, own.nvme.path, own.ram.bytes_) == (128, None, 3 * GIB)
 
 
 def test_the_word_must_be_a_flag_and_is_no_key():

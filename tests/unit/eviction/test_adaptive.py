@@ -101,17 +101,6 @@ def test_under_scans_it_leaves_lru_and_hits_what_lru_never_would():
     store.check(idle=True)
 
 
-def test_what_it_counts():
-    store, spare, _ = made()
-    for _, run, *_ in scans_and_a_loop(700):
-        drive(store, spare, run)
-    stats = store.stats()
-    names = [f"policy_hits_{setting.name}" for setting in Shadows.settings]
-    assert stats["policy_asked"] > 0 and stats["dropped_prompts"] == 0
-    assert stats[names[0]] == 0 < max(stats[name] for name in names)
-    assert stats[names[stats["policy_now"]]] == max(stats[name] for name in names)
-
-
 def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypatch):
     store, spare, adaptive = made(64)
     pauses = []
@@ -143,15 +132,6 @@ def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once():
     store.load(run[:3], asker=Asker(again=True)).close()
     spare.run()
     assert (store.stats()["followed_prompts"], adaptive.places[0][1].asked) == (1, 3)
-
-
-def test_before_the_pool_is_there_its_lane_is_left_alone():
-    spare = ManualLane(bound=1)
-    store = Store(Pool(9000, SLOT), orders=Adaptive().orders(), spare=spare)
-    store.load(LAYOUT.keys([1])).close()
-    assert len(spare) == 1, "the pool's pages"
-    spare.run()
-    assert store.touched.done() and store.stats()["followed_prompts"] == 1
 
 
 @pytest.mark.parametrize(

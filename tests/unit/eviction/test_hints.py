@@ -112,33 +112,6 @@ def test_below_it_is_coldest_too():
     assert not {*keys(2)} & {*cache.tier.held}
 
 
-@pytest.mark.parametrize("use", ["load", "save"])
-def test_any_later_use_or_save_takes_the_mark_away(use):
-    cache = Cache(4)
-    run = keys(1, 2)
-    cache.request(run)
-    cache.hint(run, OVER)
-    assert cache.store._directory._over == {*run}
-    if use == "load":
-        cache.store.load(run).close()
-    else:
-        cache.store.save(run).close()
-    assert not cache.store._directory._over
-    for token in range(3, 9):
-        cache.request(keys(token))
-    assert {*run} <= {*cache.tier.held}, "it is written when it leaves, as all else"
-
-
-def test_a_prompt_that_came_after_the_hint_but_is_followed_later_wins():
-    cache = Cache(8)
-    run = keys(1, 2, 3)
-    cache.request(run)
-    cache.store.hint(run, OVER)
-    cache.store.load(run[:2]).close()
-    cache.spare.run()
-    assert cache.store._directory._over == {run[2]}
-
-
 def test_a_hint_for_which_too_much_was_used_to_remember_it_marks_nothing():
     cache = Cache(2, below=2)
     run = keys(1, 2)
@@ -151,17 +124,6 @@ def test_a_hint_for_which_too_much_was_used_to_remember_it_marks_nothing():
     cache.request(run)
     cache.hint(run, OVER)
     assert cache.store._directory._over == {*run}, "the next hint does"
-
-
-def test_what_is_read_at_this_moment_is_not_over():
-    cache = Cache(8)
-    run = keys(1, 2, 3)
-    cache.request(run)
-    cache.store.hint(run, OVER)
-    with cache.store.load(run[:1]):
-        cache.spare.run()
-        assert run[0] not in cache.store._directory._over
-    assert run[0] not in cache.store._directory._over
 
 
 def test_a_session_can_be_closed_by_its_name():
@@ -234,16 +196,6 @@ def test_no_more_than_half_is_kept_and_a_full_cache_still_takes_new_chunks():
     new = keys(*range(20, 28))
     cache.request(new)
     assert cache.in_ram == {*new}, "kept is no pin"
-
-
-def test_the_shadows_learn_what_is_over():
-    adaptive = Adaptive()
-    cache = Cache(8, adaptive=adaptive)
-    cache.request(keys(1, 2, 3))
-    cache.hint(keys(1, 2, 3), OVER)
-    shadows = adaptive.places[0][1]._shadows
-    assert all(next(iter(shadow)) == keys(1, 2, 3)[2] for shadow in shadows)
-    assert len(shadows) == len(SETTINGS)
 
 
 def test_hints_are_dropped_and_counted_rather_than_queued_without_end():

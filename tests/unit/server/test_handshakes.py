@@ -5,12 +5,6 @@ import pytest
 from kvtier.server.listening.strangers import Handshakes
 
 
-def test_there_is_room_for_some():
-    places: Handshakes[int] = Handshakes(4, 2)
-    assert [places.enter(one, f"10.0.0.{one}") for one in range(4)] == [None] * 4
-    assert len(places._under_way) == 4 and 3 in places and 4 not in places
-
-
 def test_one_address_pushes_out_its_own_oldest_only():
     places: Handshakes[int] = Handshakes(64, 3)
     places.enter(0, "10.0.0.1")

@@ -132,12 +132,3 @@ def test_it_is_always_on_at_a_low_rate():
     store = assemble(Started(Config().with_keys(ram_bytes=SLOT)), LAYOUT)
     assert isinstance(store, Store) and store.audit.one_in == 1000
     store.close()
-
-
-def test_a_chunk_that_cannot_be_read_below_is_no_mismatch():
-    bench = Bench()
-    bench.save(keys(1))
-    bench.tier.held.clear()
-    bench.load(keys(1))
-    assert bench.counts == (0, 0)
-    assert bench.store.lookup(keys(1)).progress == Progress(1, 0)

@@ -37,14 +37,6 @@ def test_memory_is_fixed_and_the_oldest_departures_fade():
     assert all(remembered[-4:]), "four newcomers find four places, even in one set"
 
 
-def test_a_mark_that_is_put_again_is_the_newest_of_its_set():
-    marks = Marks(4)
-    first, *others = keys(5)
-    for key in (first, *others[:3], first, others[3]):
-        marks.put(key, 1)
-    assert [marks.get(key) for key in (first, *others)] == [1, 0, 1, 1, 1]
-
-
 @pytest.mark.parametrize(("room", "places"), [(1, 1 << 15), (50_000, 100_000), (10**9, 1 << 20)])
 def test_it_remembers_twice_what_there_is_room_for_within_bounds(room, places):
     assert len(Past(Directory(1, [room - 1]))._marks) == places

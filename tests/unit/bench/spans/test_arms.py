@@ -12,9 +12,8 @@ from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans import run as spans
 from kvtier.bench.spans.arms import ARMS, FULL, RUN, Retrieval, Sizes, server_args, server_env
-from kvtier.bench.spans.report import Results, Run, agreement, answers, as_json, screen
+from kvtier.bench.spans.report import Results, Run, agreement, answers, as_json
 from kvtier.bench.spans.run import add_arguments
-from kvtier.bench.spans.toy import Known
 
 WORDS = range(100, 2000)
 
@@ -126,18 +125,6 @@ def test_an_arm_is_compared_with_full_prefill_of_its_own_prompts():
     assert full["as_full_prefill"] is full["as_full_prefill_in_the_given_order"] is None
     assert found.exact
     assert not results([1, 2]).exact
-
-
-def test_right_answers_are_counted_by_kind_of_question():
-    """The first is right in both arms. The second is right in none, though both answer alike."""
-    known = {(0, 0): Known("inside", 1), (1, 0): Known("order", 7)}
-    found = results([1, 7], known)
-    kinds = as_json(found, found.runs[1])["by_kind"]
-    counts = {kind: (one["right"], one["asked"]) for kind, one in kinds.items()}
-    assert counts == {"inside": (1, 1), "order": (0, 1)}
-    assert kinds["order"]["as_full_prefill"]["same_first_token"] == 1
-    assert any(line.split()[:2] == ["right", "answers"] for line in screen(found))
-    assert as_json(results([1, 7]), results([1, 7]).runs[1])["by_kind"] == {}
 
 
 def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(tmp_path, capsys):

@@ -16,7 +16,6 @@ from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
-from kvtier.eviction.shadows import Shadows
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
@@ -151,14 +150,6 @@ def test_a_last_block_that_is_not_full_is_kept_only_when_asked_for():
     assert [len(request.run) for request in read(lines, partial=True)] == [2]
 
 
-@pytest.mark.parametrize(
-    "bad", ["{", "[]", "null", '{"hash_ids": ["a"]}', '{"hash_ids": [1], "timestamp": "now"}']
-)
-def test_what_is_no_trace_is_told_with_its_line(bad):
-    with pytest.raises(ConfigError, match="line 2: no request of a Mooncake trace"):
-        list(read([line([1]), bad]))
-
-
 def trace_file(folder, requests=300):
     path, ids = folder / "trace.jsonl", dict[ChunkKey, int]()
     lines = [
@@ -240,16 +231,6 @@ def test_beside_auto_stand_the_best_fixed_setting_and_what_auto_lacks(tmp_path, 
     assert f"best fixed {best}, regret {regret:.2f} points of hits" in capsys.readouterr().out
     assert main([*words, "auto"]) == 0
     assert f"best fixed {best} (by its shadow), regret " in capsys.readouterr().out
-
-
-def test_each_setting_of_auto_is_a_policy_of_its_own(tmp_path, capsys):
-    names = [setting.name for setting in Shadows.settings]
-    words = ["--ram", "80", "--json", "--policy", *names, "auto"]
-    assert main(["simulate", trace_file(tmp_path), *words]) == 0
-    *fixed, auto = json.loads(capsys.readouterr().out)
-    assert [case["policy"] for case in fixed] == names
-    for case in fixed:  # its shadow serves each prompt at once, as the simulator does
-        assert case["ram"] == auto["shadows"][f"policy_hits_{case['policy']}"]
 
 
 @pytest.mark.parametrize("size", ["", "-1", "x%", "nan%", "1e30%", "2.5"])

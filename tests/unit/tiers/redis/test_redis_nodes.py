@@ -324,30 +324,3 @@ def test_a_sentinel_s_word_that_is_no_address_is_a_fault(stack, answer):
     url = parse(f"redis+sentinel://127.0.0.1:{sentinel}/main")
     with pytest.raises(RedisError):
         SentinelNodes(url, ConnectionFactory(url, url.login, 0, SHORT_S)).every()
-
-
-# ---- connections ---------------------------------------------------------------------------------
-
-
-def test_no_more_connections_than_were_asked_for_and_none_is_kept_that_ended(stack):
-    clients: list[socket.socket] = []
-
-    def once(client):
-        clients.append(client)
-        client.sendall(HELD)
-
-    port = stack.enter_context(scripted({b"EXISTS": once}))
-    servers = RedisServers(f"redis://127.0.0.1:{port}", connections=1, timeout_s=SHORT_S)
-    tier = stack.enter_context(
-        closing(RedisTier(servers, FORM, 1 << 20, CHUNK_BYTES, clock=Clock()))
-    )
-    with (
-        servers.wire(b"a"),
-        pytest.raises(TimeoutError, match="every connection is in use"),
-        servers.wire(b"b"),
-    ):
-        pass
-    assert tier.find(KEYS[:1]) == 1
-    clients[-1].shutdown(socket.SHUT_RDWR)
-    assert tier.find(KEYS[:1]) == 1, "a connection that ended at rest costs no call"
-    assert tier.counts["failed_finds"] == 0
