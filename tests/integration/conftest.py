@@ -1,7 +1,6 @@
 """The fork servers that the tests on real engines share."""
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 
@@ -12,8 +11,6 @@ from tests.conftest import ROOT
 from tests.engine_python import engine_python, engine_vllm
 from tests.integration.engine_modes import OLDER, V1, V1_ASYNC, V2, V2_ASYNC, Mode
 from tests.integration.fork_server import ForkServer
-
-Forks = Callable[[Mode], ForkServer]
 
 
 @pytest.fixture

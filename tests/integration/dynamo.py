@@ -1,14 +1,14 @@
 """NVIDIA Dynamo's standalone indexer of KV events, as a process, and what it says."""
 
-import json
 import urllib.error
 import urllib.request
 
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from tests.child_process import DEADLINE_S, ChildProcess
+from tests.child_process import ChildProcess
 from tests.conftest import ROOT
+from tests.integration.http_engine import post
 
 MODEL = "tiny"
 
@@ -31,13 +31,7 @@ class Indexer:
         return {int(worker): scores for worker, scores in found["instances"].items()}
 
     def _post(self, path, body):
-        data = json.dumps(body | {"model_name": MODEL}).encode()
-        request = urllib.request.Request(  # noqa: S310
-            self.url + path, data, {"Content-Type": "application/json"}
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=DEADLINE_S) as reply:
-            return json.load(reply)
+        return post(self.url + path, body | {"model_name": MODEL})
 
 
 class DynamoIndexer(ChildProcess):

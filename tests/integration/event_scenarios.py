@@ -5,17 +5,15 @@ A subscriber builds a picture of what every medium holds, as a router does. The 
 beside what the store itself holds.
 """
 
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvtier.core.errors import StateError
 from kvtier.extensions.event_stream.announcer import Announcer
-from tests.integration.scenarios import BLOCK, CHUNK, Engine, document
+from tests.integration.scenarios import BLOCK, CHUNK, Engine, answered, document
 from tests.unit.scheduler_half import extension
 
 PROMPTS = 5
@@ -172,16 +170,6 @@ def restarted(model):
     return told
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {
-    "followed": followed,
-    "restarted": restarted,
-}
-
-
-def main():
-    name, out, model = sys.argv[1:4]
-    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
-
-
+main = partial(answered, globals())
 if __name__ == "__main__":
     main()

@@ -1,15 +1,13 @@
 """Models with several KV cache groups on a real vLLM: see :mod:`tests.integration.scenarios`."""
 
-import json
 import os
 import re
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.integration.engine_modes import ROOT
-from tests.integration.scenarios import Engine, counts, document
+from tests.integration.scenarios import Engine, answered, counts, document
 
 README = ROOT / "connectors/vllm/README.md"
 BRANCH = 300
@@ -121,23 +119,6 @@ def tensor_parallel(model):
     return life(model, tensor_parallel_size=2)
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {
-    each.__name__: each
-    for each in (
-        life,
-        drafts,
-        asked_again,
-        asked_again_in_units,
-        asked_again_drafting,
-        tensor_parallel,
-    )
-}
-
-
-def main():
-    name, out, model = sys.argv[1:4]
-    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
-
-
+main = partial(answered, globals())
 if __name__ == "__main__":
     main()

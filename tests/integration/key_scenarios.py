@@ -4,15 +4,12 @@ engine they use.
 """
 
 import copy
-import json
 import os
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from tests.integration.scenarios import CHUNK, Engine, document, rounds
+from tests.integration.scenarios import CHUNK, Engine, answered, document, rounds
 
 SCHEME = "object-store://"
 """Of weights that no local file holds, as the test's streamer names them."""
@@ -37,10 +34,7 @@ def prefix_caching(model):
     """An engine's answers, and whether it has the prefix cache that was asked for."""
     engine = Engine(model, enable_prefix_caching=True)
     config = engine.llm.llm_engine.vllm_config.cache_config
-    return {
-        "answers": rounds(engine),
-        "prefix_caching": config.enable_prefix_caching,
-    }
+    return {"answers": rounds(engine), "prefix_caching": config.enable_prefix_caching}
 
 
 def prefix_lm(model):
@@ -99,20 +93,7 @@ def register_streamer():
     register_model_loader("test_streamer")(Streamer)
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {
-    function.__name__: function
-    for function in (
-        *(short, streamed, prefix_caching, prefix_lm, mean_pooling),
-        written,
-    )
-}
-
-
-def main():
-    name, out, model = sys.argv[1:4]
-    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
-
-
+main = partial(answered, globals())
 if __name__ == "__mp_main__" and os.environ.get("TEST_PATCH") == register_streamer.__name__:
     register_streamer()
 if __name__ == "__main__":

@@ -112,11 +112,7 @@ class Engine:
     def give_up(self, seed, length):
         """Cancel a get and a put that the lanes have not begun, as LMCache does after its
         time-out."""
-        storage, remote, lane = (
-            self._cache.storage_manager,
-            self._remote(),
-            self._remote()._moves,
-        )
+        storage, remote, lane = (self._cache.storage_manager, self._remote(), self._remote()._moves)
         keys = [
             key for _, _, key in self._cache.token_database.process_tokens(prompt(seed, length))
         ]

@@ -10,10 +10,9 @@ scheduler.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.integration.scenarios import (
     Engine,
     allow_prefixes,
     answer,
+    answered,
     counts,
     document,
     pipeline_buffers,
@@ -89,9 +89,6 @@ def thrice(engine, ask, seed):
         for plans in (engine.plans[begun[0] : begun[1]], engine.plans[begun[1] :])
     )
     return answers | {"loaded": loaded, "own_plans": own, "plans": warm}
-
-
-# ---- scenarios: name -> answers ------------------------------------------------------------------
 
 
 def ways(model):
@@ -317,31 +314,7 @@ def _prompt(seed):
     return {"prompt_token_ids": _tokens(seed)}
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {
-    function.__name__: function
-    for function in (
-        ways,
-        no_prefix_caching,
-        one_prompt,
-        quantised,
-        preemption,
-        ngram,
-        eagle,
-        structured_drafts,
-        tensor_parallel,
-        pipeline_parallel,
-        latent,
-        latent_tensor_parallel,
-        seeing,
-    )
-}
-
-
-def main():
-    name, out, model = sys.argv[1:4]
-    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
-
-
+main = partial(answered, globals())
 if __name__ == "__mp_main__" and os.environ.get("TEST_PATCH") in PATCHES:
     PATCHES[os.environ["TEST_PATCH"]]()
 if __name__ == "__main__":

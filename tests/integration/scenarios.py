@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,6 @@ def rounds(engine, documents=3, times=2, **more):
         for seed in range(documents)
         for answer in engine.ask([document(seed)], **more)
     ]
-
-
-# ---- scenarios: name -> answers ------------------------------------------------------------------
 
 
 def plain(model):
@@ -386,12 +383,7 @@ def pipeline_buffers():
 
 PATCHES = {
     function.__name__: function
-    for function in (
-        failing_loads,
-        threaded_streams,
-        counted_parts,
-        pipeline_buffers,
-    )
+    for function in (failing_loads, threaded_streams, counted_parts, pipeline_buffers)
 }
 
 
@@ -438,30 +430,13 @@ def refused(model):
     return "started"
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {
-    function.__name__: function
-    for function in (
-        plain,
-        features,
-        several_connectors,
-        bare_name,
-        lora,
-        abort,
-        continued,
-        load_failure,
-        in_parts,
-        device,
-        stalled,
-        refused,
-    )
-}
-
-
-def main():
+def answered(scenarios):
+    """The program of a module of scenarios: runs the one that its words name."""
     name, out, model = sys.argv[1:4]
-    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
+    Path(out).write_text(json.dumps(scenarios[name](model)))
 
 
+main = partial(answered, globals())
 if __name__ == "__mp_main__" and "TEST_PATCH" in os.environ:
     PATCHES[os.environ["TEST_PATCH"]]()
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """Streaming sessions on an engine that sees: run as :mod:`tests.integration.scenarios` is."""
 
 import asyncio
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from tests.integration.scenarios import _LONG_S, BLOCK, CHUNK, PLENTY, answer, document
+from tests.integration.scenarios import _LONG_S, BLOCK, CHUNK, PLENTY, answer, answered, document
 from tests.integration.tiny_models import IMAGE_TOKENS, image_token, picture
 from tests.integration.transfer import transfer
 
@@ -136,15 +133,6 @@ def image_later(model):
     return asyncio.run(_image_later(model))
 
 
-SCENARIOS: dict[str, Callable[[str], Any]] = {
-    function.__name__: function for function in (image_later,)
-}
-
-
-def main():
-    name, out, model = sys.argv[1:4]
-    Path(out).write_text(json.dumps(SCENARIOS[name](model)))
-
-
+main = partial(answered, globals())
 if __name__ == "__main__":
     main()

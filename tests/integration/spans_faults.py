@@ -6,7 +6,6 @@ leaves a file there when it has copied, and one when it has begun a pass.
 """
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
@@ -16,8 +15,7 @@ from kvtier.extensions.spans.in_place import InPlace
 from kvtier.extensions.spans.mover import Mover
 
 _FOLDER = Path(os.environ["TEST_FAULTS"])
-_go_on, _compute, _pass = Mover.go_on, Mover.compute, InPlace.__call__
-_copy = Mover._copy
+_go_on, _copy, _pass = Mover.go_on, Mover._copy, InPlace.__call__
 
 
 class Faults:
@@ -36,11 +34,7 @@ def _left(what):
 def go_on(mover, part, is_time):
     if _is("slow"):
         return []
-    right = mover._rotation
-    if _is("askew"):
-        mover._rotation, mover._checked = replace(right, neox=not right.neox), False
     ended = _go_on(mover, part, is_time)
-    mover._rotation = right
     if ended:
         _left("copied")
     return ended
@@ -52,20 +46,11 @@ def copy(mover, slot, piece, block_ids):
         raise LayoutError("torn by a test")
 
 
-def compute(mover, order):
-    if _is("unready"):
-        mover.give_up()
-    _compute(mover, order)
-
-
 def run(in_place, runs, block_ids):
     _left("began")
     _pass(in_place, runs, block_ids)
-    if _is("broken"):
-        raise LayoutError("broken by a test")
 
 
 setattr(Mover, "go_on", go_on)  # noqa: B010 - mypy takes no other form
 setattr(Mover, "_copy", copy)  # noqa: B010
-setattr(Mover, "compute", compute)  # noqa: B010
 setattr(InPlace, "__call__", run)  # noqa: B010

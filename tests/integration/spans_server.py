@@ -160,10 +160,7 @@ class Plain:
         places = self._torch.arange(begin, begin + len(tokens))
         with self._torch.no_grad():
             return self._model(
-                input_ids=ids,
-                past_key_values=cache,
-                position_ids=places[None],
-                use_cache=True,
+                input_ids=ids, past_key_values=cache, position_ids=places[None], use_cache=True
             )
 
     def _logprobs(self, out):

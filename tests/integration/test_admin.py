@@ -34,9 +34,6 @@ def server():
         yield server
 
 
-# ---- what it tells -------------------------------------------------------------------------------
-
-
 def test_every_answer_is_what_the_document_says(server):
     with attached(server.access(namespace="tenant")) as client:
         save(client, run(1, 3))
@@ -154,9 +151,6 @@ def test_lookup_says_how_far_each_place_reaches(server):
         assert salted["size_classes"][0]["coming"] == 0
 
 
-# ---- what it forgets -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(server, end):
     theirs, others = run(1, 4), run(1, 4, OTHER)
@@ -213,9 +207,6 @@ def test_everything_is_cleared_and_only_with_a_token():
             Progress(0, 0),
             Progress(0, 0),
         )
-
-
-# ---- whom it lets in -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,9 +294,6 @@ def test_beyond_loopback_there_is_a_token_and_tls():
             shown = kvtier("stats", "--config", config)
             assert shown.returncode == 0, shown
             assert "no engine has come yet" in shown.stdout
-
-
-# ---- the commands --------------------------------------------------------------------------------
 
 
 def test_stats_and_clear_from_a_terminal(server):

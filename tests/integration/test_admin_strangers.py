@@ -28,9 +28,6 @@ def server():
         yield server
 
 
-# ---- crowds --------------------------------------------------------------------------------------
-
-
 @contextmanager
 def crowd(server, members, says=b""):
     with ExitStack() as stack:
@@ -132,8 +129,6 @@ def test_what_is_no_http_costs_the_log_a_few_lines(server):
     assert "Traceback" not in said
     assert 1 <= said.count("kvtier.admin.http") <= most_lines(10, 10.0, begun)
 
-
-# ---- guessers ------------------------------------------------------------------------------------
 
 _WRONG = (
     None,
@@ -237,9 +232,6 @@ def test_a_signed_request_holds_for_itself_alone(server):
     ), "another method"
 
 
-# ---- impostors -----------------------------------------------------------------------------------
-
-
 class Impostor:
     """Has the port. Answers with ``answer``, or with what ``behind`` answers to the same request,
     changed or not."""
@@ -331,9 +323,6 @@ def test_the_right_server_is_believed_and_a_tokenless_one_only_without_a_token(s
         assert tokenless.cli("stats", "--admin", tokenless.url).returncode == 0
         refused = tokenless.cli("stats", "--admin", tokenless.url, "--token-file", server.token)
         assert "another admin_token_file" in refused.stderr
-
-
-# ---- names that are wrong ------------------------------------------------------------------------
 
 
 def test_a_misspelt_namespace_is_told_which_there_are(server):

@@ -34,10 +34,7 @@ class Fleet(NamedTuple):
 @contextmanager
 def cache_aware(folder):
     with followed("engine-1", "engine-2") as (server, publishers), stub_engines(2) as engines:
-        lookup = {
-            "ROUTER_LOOKUP": server.url,
-            "KVTIER_ADMIN_TOKEN_FILE": str(server.token),
-        }
+        lookup = {"ROUTER_LOOKUP": server.url, "KVTIER_ADMIN_TOKEN_FILE": str(server.token)}
         arm = replace(ARMS[CACHE_AWARE], router=lookup)
         with router(haproxy_command(folder), arm, engines, folder / "router.log") as url:
             yield Fleet(Asker(url), server, publishers, engines)

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from tests.admin_server import administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.conftest import ROOT
 from tests.integration.test_prometheus import Prometheus
+from tests.integration.test_routing import Asker
 from tests.stub_engine import stub_engines
 
 FOLDER = ROOT / "deploy/docker"
@@ -96,12 +96,7 @@ def prometheus(admin, token, engines, folder):
 
 
 def ask(url, session):
-    data = json.dumps({"model": "stub", "prompt": "ba", "max_tokens": 1}).encode()
-    headers = {"Content-Type": "application/json", "X-Session-Id": session}
-    request = urllib.request.Request(f"{url}/v1/completions", data, headers)  # noqa: S310
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
-        reply.read()
-        return str(reply.headers["X-Engine"])
+    return Asker(url).ask(headers={"X-Session-Id": session})
 
 
 def test_its_command_lines_route_and_scrape(tmp_path):

@@ -47,9 +47,6 @@ def tiers(**settings):
     return list(doctor.tiers(Started(load(env={}, flags=settings))))
 
 
-# -- the command -----------------------------------------------------------------------------------
-
-
 @pytest.mark.redis
 def test_a_sound_installation_is_0_and_left_as_it_was(tmp_path, capsys):
     file = tmp_path / "kvtier.yaml"
@@ -197,9 +194,6 @@ def test_the_real_vllm_loads_the_connector_in_lmcaches_place(plug_ins, state, se
     assert done.returncode == (state == "fail")
 
 
-# -- disks -----------------------------------------------------------------------------------------
-
-
 @needs_root
 def test_a_full_tmpfs_is_named_twice(tmp_path):
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "kvtier-test") as point:
@@ -232,9 +226,6 @@ def test_a_tier_that_writes_late_or_little_is_tried_all_the_same(tmp_path):
     assert one(found, "self-test nvme").state == "ok", found
 
 
-# -- Redis -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.redis
 def test_redis_that_forgets_by_itself_has_no_size_or_does_not_answer():
     with RedisServer(maxmemory="64mb", maxmemory_policy="allkeys-lru") as redis:
@@ -249,9 +240,6 @@ def test_redis_that_forgets_by_itself_has_no_size_or_does_not_answer():
         found = tiers(redis_url=redis.url, redis_bytes="16MiB")
         assert one(found, "redis").state == "fail" and of(found, "self-test redis") == []
         redis.resume()
-
-
-# -- servers ---------------------------------------------------------------------------------------
 
 
 def test_a_server_is_not_disturbed_before_an_engine_is_there_and_tried_afterwards():

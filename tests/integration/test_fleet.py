@@ -1,5 +1,5 @@
 """The multi-turn benchmark on real vLLM engines and HAProxy: an engine dies, and its conversations
-stay warm. And what a server's lookup says of a real engine."""
+stay warm."""
 
 import json
 import os
@@ -11,12 +11,6 @@ from typing import Any
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.processes.engine import cache_args, cpu_env, shared_args, transfer
-from kvtier.bench.processes.servers import VllmServer
-from kvtier.bench.requests import client
-from kvtier.bench.requests.prompts import Ask
-from tests.admin_server import administered
-from tests.child_process import wait_for
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
@@ -51,32 +45,3 @@ def test_conversations_of_an_engine_that_dies_stay_warm(tmp_path):
     assert sticky["cached_tokens_later_turns"] > 2 * without["cached_tokens_later_turns"]
     assert aware["engines_per_conversation"] <= 1.5, "only the dead engine's have a second one"
     assert aware["cached_tokens_later_turns"] >= 0.95 * sticky["cached_tokens_later_turns"]
-
-
-def test_lookup_says_what_an_engine_has_in_its_gpu_and_in_ram_until_it_dies(tmp_path):
-    model = make_model(tmp_path / "tiny", "tiny")
-    block, at = 32, f"ipc://{tmp_path.parent}/e"
-    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-    events |= {"endpoint": at, "replay_endpoint": f"{at}r"}
-    tokens = [token % 200 + 3 for token in range(8 * block + 1)]
-    with administered(ram_bytes="8MiB", admin_engines=f"engine-1={at}?replay={at}r") as server:
-        words = [*shared_args("tiny", "float32", block), "--enforce-eager"]
-        words += cache_args(1024, 64, transfer(load_every_hit=True))
-        words += ["--kv-events-config", json.dumps(events)]
-        env = {"KVTIER_SERVER": f"unix://{server.socket}", "KVTIER_CHUNK_TOKENS": str(2 * block)}
-        with VllmServer(str(model), words, env | cpu_env(1), tmp_path / "engine.log") as engine:
-            asker, _ = client.connect(engine.base_url, "tiny", 60)
-            client.all_succeeded("ask", asker.run([Ask(0, 0, tokens, 2)], 1, lambda: None))
-
-            def seen(**more):
-                return server.lookup(**({"tokens": tokens} | more))["engines"][0]
-
-            def tiers():
-                return {one["tier"]: one["tokens"] for one in seen()["tiers"]}
-
-            wait_for(lambda: tiers() == {"gpu": 8 * block, "cpu": 8 * block}, "in both tiers")
-            assert seen(tokens=[*tokens[: 3 * block], 1, *tokens])["tokens"] == 3 * block
-            assert seen(salt="other")["tokens"] == 0
-            engine.kill()
-            wait_for(lambda: not seen()["followed"], "gone")
-            assert seen()["tokens"] == 0

@@ -28,11 +28,7 @@ ANSWER = {
     "created": 1,
     "model": "m",
     "choices": [
-        {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": {"role": "assistant", "content": "Bye."},
-        }
+        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Bye."}}
     ],
 }
 

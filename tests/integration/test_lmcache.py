@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -121,9 +120,6 @@ class Engine:
 
     def close(self):
         self._process.ask("close", self._name)
-
-
-Engines = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")

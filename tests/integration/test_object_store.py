@@ -120,8 +120,6 @@ def test_the_plan_says_why_a_bucket_is_left_out_or_away(server, tmp_path):
     assert SECRET not in done.stdout + done.stderr
 
 
-# ---- the lifecycle rule --------------------------------------------------------------------------
-
 PUT_RULE = """
 import json, sys, boto3
 from botocore.config import Config
@@ -151,8 +149,6 @@ def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server):
     assert rule["Status"] == "Enabled" and rule["Expiration"]["Days"] > 0
     assert rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] == 1
 
-
-# ---- purge ---------------------------------------------------------------------------------------
 
 KEPT: dict[str, object] = {"nvme_path": None, "nvme_bytes": None, "patient": True}
 KEPT |= {"object_url": "s3://bucket/purge", "object_bytes": 1 << 20}
@@ -226,9 +222,6 @@ def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied):
             return kept(emptied) <= 1
 
         wait_for(gone, "the bucket answers, and gets its deletes")
-
-
-# ---- encryption ----------------------------------------------------------------------------------
 
 
 def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(server, tmp_path):

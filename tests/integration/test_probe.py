@@ -44,8 +44,6 @@ def plant(root, **files):
     return root
 
 
-# -- cgroups ---------------------------------------------------------------------------------------
-
 V2 = "30 20 0:26 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "36 31 0:32 {top} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
 
@@ -81,10 +79,7 @@ def test_the_limit_that_only_slows_down_does_not_kill(tmp_path):
         tmp_path,
         proc__self__cgroup="0::/pod\n",
         proc__self__mountinfo=V2.format(top="/"),
-        **{
-            f"{base}pod__memory_dot_max": "max",
-            f"{base}pod__memory_dot_high": str(2 * GIB),
-        },
+        **{f"{base}pod__memory_dot_max": "max", f"{base}pod__memory_dot_high": str(2 * GIB)},
     )
     memory = probe_memory(root)
     assert (memory.cgroup_headroom.value, memory.cgroup_limit.value) == (2 * GIB, UNLIMITED)
@@ -137,9 +132,6 @@ def test_real_cgroup_limit_of_an_outer_group_is_found():
     assert 256 * MIB < int(headroom.split()[0]) <= 512 * MIB
     assert int(limit.split()[0]) == 512 * MIB
     assert group.parent.name in headroom and group.parent.name in limit
-
-
-# -- paths -----------------------------------------------------------------------------------------
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -300,9 +292,6 @@ def test_a_folder_that_the_tier_would_refuse_is_no_candidate(tmp_path, monkeypat
     assert probe_disks() == ()
 
 
-# -- NUMA, GPUs ------------------------------------------------------------------------------------
-
-
 def test_gpus_from_the_driver_none_and_amd(tmp_path):
     assert probe_gpus(tmp_path).count.value == 0
     plant(tmp_path / "amd", dev__kfd="")
@@ -324,9 +313,6 @@ def test_gpus_from_the_driver_none_and_amd(tmp_path):
         46 * GIB,
     )
     assert gpus.pin_charged.value is False
-
-
-# -- Redis, model, engine, timing ------------------------------------------------------------------
 
 
 @pytest.mark.redis

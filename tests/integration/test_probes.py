@@ -72,15 +72,6 @@ def test_a_probe_of_the_admin_port_is_answered(server, words):
         assert body == b'{"live":true,"ready":true,"trouble":[]}'
 
 
-def test_a_page_whose_name_was_rebound_is_answered_by_none(server):
-    for method in ("GET", "HEAD", "OPTIONS"):
-        words = f"{method} /healthz HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
-        assert b" 421 " in said_to(server.port, words.encode())[:20]
-        words = f"{method} /v1/clear HTTP/1.0\r\n\r\n"
-        assert b" 405 " in said_to(server.port, words.encode())[:20]
-    assert b" 401 " in said_to(server.port, b"GET /v1/namespaces HTTP/1.0\r\n\r\n")[:20]
-
-
 def test_connections_that_say_nothing_and_leave_break_no_rule(server):
     tcp: int = server.tcp
     before, ended = server.said(), events(server)

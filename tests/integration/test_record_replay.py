@@ -14,14 +14,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
 from tests.child_process import wait_for
-from tests.server_process import (
-    LAYOUT,
-    SLOT,
-    attached,
-    run,
-    save,
-    serving,
-)
+from tests.server_process import LAYOUT, SLOT, attached, run, save, serving
 
 pytestmark = pytest.mark.usefixtures("patient")
 

@@ -14,15 +14,7 @@ from kvtier.cli.main import main
 from kvtier.tiers.redis.nodes import slot_of
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer, cluster_url, redis_cluster, redis_sentinel
-from tests.server_process import (
-    SLOT,
-    ServerProcess,
-    attached,
-    load,
-    run,
-    save,
-    short_folder,
-)
+from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -165,9 +157,6 @@ def knows_replica(url):
         ["redis-cli", "-p", port, "SENTINEL", "REPLICAS", "main"], capture_output=True, check=True
     )
     return b"127.0.0.1" in told.stdout
-
-
-# ---- the commands --------------------------------------------------------------------------------
 
 
 @pytest.fixture

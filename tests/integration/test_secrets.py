@@ -218,9 +218,6 @@ def test_a_tls_key_that_every_user_may_read_is_refused(place):
         )
 
 
-# ---- the encryption key --------------------------------------------------------------------------
-
-
 def windows(secret, size=4):
     return [secret[at : at + size] for at in range(len(secret) - size + 1)]
 

@@ -33,9 +33,6 @@ def refused(**settings):
         return ServerProcess(folder, **settings).refusal()
 
 
-# ---- what does not start -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -47,10 +44,7 @@ def refused(**settings):
             {"nvme_path": "DIR/file", "nvme_bytes": MIB},
             "DIR/file is not a folder; name a folder of its own in nvme_path",
         ),
-        (
-            {"encryption_key_file": "DIR/none", "nvme_path": "DIR/n"},
-            "=DIR/none cannot be read",
-        ),
+        ({"encryption_key_file": "DIR/none", "nvme_path": "DIR/n"}, "=DIR/none cannot be read"),
         ({"slot_bytes": 5000}, "slot_bytes=5,000: expected a multiple of 4,096"),
         (
             {"ram_bytes": "10TiB", "slot_bytes": 4096},
@@ -86,9 +80,6 @@ def test_what_can_never_be_had_fails_the_start(tmp_path, given, words):
 def test_a_redis_that_can_never_be_used_fails_the_start(there, given, expected):
     with RedisServer(**there) as redis:
         assert expected in refused(redis_url=redis.url, **given)
-
-
-# ---- what the kernel would have killed -----------------------------------------------------------
 
 
 def _in_words(done, group):
@@ -130,9 +121,6 @@ def test_ram_within_the_cgroup_is_touched_to_the_last_page():
         assert plain.stop() == 0
 
 
-# ---- a size of chunk that is known ---------------------------------------------------------------
-
-
 def test_with_a_size_everything_is_there_before_the_first_engine():
     with administered(slot_bytes=SLOT) as server:
         wait_for(lambda: server.ask("GET", "/healthz/ready").status == 200, "ready")
@@ -160,9 +148,6 @@ def test_with_a_size_a_folder_that_is_taken_fails_the_start():
 def test_without_a_size_the_log_says_who_decides_it():
     with administered() as server:
         assert "slot_bytes is not set: the first engine decides it" in server.said()
-
-
-# ---- a Redis that is only away -------------------------------------------------------------------
 
 
 @pytest.mark.redis
@@ -214,9 +199,6 @@ def _held(server):
     return sum(tier["held"] for tier in size_class["tiers"] if tier["tier"] == "redis")
 
 
-# ---- what is said of it --------------------------------------------------------------------------
-
-
 def test_the_configuration_is_logged_once_and_without_passwords():
     with administered(redis_url="redis://me:S3cret@127.0.0.1:1/0", redis_bytes="1MiB") as server:
         (line,) = re.findall(r"configuration: (.*)", server.said())
@@ -224,9 +206,6 @@ def test_the_configuration_is_logged_once_and_without_passwords():
         assert "redis_bytes=1 MiB (environment KVTIER_REDIS_BYTES)" in line
         assert line.endswith("all else by default")
         assert "S3cret" not in server.said()
-
-
-# ---- systemd -------------------------------------------------------------------------------------
 
 
 @contextmanager

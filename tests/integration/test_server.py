@@ -44,9 +44,6 @@ def client(server):
         yield client
 
 
-# ---- the Store's surface -------------------------------------------------------------------------
-
-
 def test_what_one_engine_saved_another_loads(server, client):
     assert save(client, run(1, 5)) == 5
     with attached(server.access()) as other:
@@ -101,30 +98,6 @@ def test_a_worker_maps_the_pool_by_its_path(client):
         assert bytes(lease.views()[0][:4]) == b"mine"
 
 
-def test_chunks_come_back_from_nvme_after_a_restart_and_say_so():
-    with short_folder() as folder:
-        server = ServerProcess(folder, nvme_path=folder / "nvme", nvme_bytes=NVME)
-        with server, attached(server.access()) as client:
-            save(client, run(1, 6))
-            assert server.stop() == 0
-            server.start()
-            wait_for(
-                lambda: client.pool is not None or client.lookup(run(1, 6)).ready > 0,
-                "attached again",
-            )
-            wait_for(lambda: client.lookup(run(1, 6)).progress == Progress(0, 6), "warm")
-            with client.load(run(1, 6)) as lease:
-                while lease.poll().coming:
-                    client.wait(0.05)
-                assert lease.sources == ["nvme"] * 6
-                assert lease.views() == [content(key, SLOT) for key in run(1, 6)]
-            assert load(client, run(1, 6)) == ["ram"] * 6
-            at_rest(client)
-
-
-# ---- who may have what ---------------------------------------------------------------------------
-
-
 def of_size(slot_bytes):
     return ChunkLayout(fingerprint({"slot": slot_bytes}), 1, 1, (slot_bytes,))
 
@@ -156,9 +129,6 @@ def test_another_user_may_not_attach(server, client):
     assert refused.stdout == "b''\n" or "ConnectionReset" in refused.stderr, "the credentials"
     assert "user 65534 may not attach" in server.said()
     assert client.lookup(run(1, 1)).progress == Progress(0, 0)
-
-
-# ---- socket files --------------------------------------------------------------------------------
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not():
@@ -212,9 +182,6 @@ def test_a_folder_that_others_may_enter_only_will_do(mode):
         server.socket.parent.chmod(mode)
         with server, attached(server.access()) as client:
             assert client.pool is not None
-
-
-# ---- bounded in time -----------------------------------------------------------------------------
 
 
 def test_an_engine_starts_without_its_server_and_gets_it_later():

@@ -8,16 +8,7 @@ import pytest
 from kvtier.client import heard
 from kvtier.core.chunk import ChunkKey
 from tests.child_process import DEADLINE_S, wait_for
-from tests.server_process import (
-    LAYOUT,
-    SLOT,
-    at_rest,
-    attached,
-    run,
-    save,
-    serving,
-    told_all,
-)
+from tests.server_process import LAYOUT, SLOT, at_rest, attached, run, save, serving, told_all
 
 PROMPTS = 12
 LENGTH = 6

@@ -18,14 +18,7 @@ from kvtier.core.lookup import NO_LOOKUP
 from kvtier.started import Started
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
-from tests.server_process import (
-    SLOT,
-    ServerProcess,
-    at_rest,
-    attached,
-    run,
-    short_folder,
-)
+from tests.server_process import SLOT, ServerProcess, at_rest, attached, run, short_folder
 
 pytestmark = pytest.mark.usefixtures("patient")
 

@@ -7,15 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from tests.server_process import (
-    ServerProcess,
-    at_rest,
-    attached,
-    load,
-    run,
-    save,
-    short_folder,
-)
+from tests.server_process import ServerProcess, at_rest, attached, load, run, save, short_folder
 
 RAM, NVME = 96 * 8192, 4 << 20
 EXTENTS = 64 << 10

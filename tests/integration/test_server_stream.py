@@ -20,14 +20,7 @@ from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
 from tests.admin_server import administered
 from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.dynamo import DynamoIndexer
-from tests.server_process import (
-    SLOT,
-    ServerProcess,
-    at_rest,
-    attached,
-    short_folder,
-    told_all,
-)
+from tests.server_process import SLOT, ServerProcess, at_rest, attached, short_folder, told_all
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
@@ -271,10 +264,7 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart():
 
 def test_another_servers_lookup_finds_prompts_in_the_stream():
     stream = f"tcp://127.0.0.1:{free_port()}?replay={free_port()}"
-    with (
-        publishing(server_events=stream) as (server, _),
-        attached(server.access(LAYOUT)) as client,
-    ):
+    with publishing(server_events=stream) as (server, _), attached(server.access(LAYOUT)) as client:
         engine, request = Engine(client), Asked(1)
         engine.save(request)
         engine.settle()
@@ -373,10 +363,7 @@ def test_more_than_a_server_reads_at_once_waits_and_is_bounded():
 
 
 def test_a_server_without_a_stream_is_told_nothing():
-    with (
-        publishing(server_events=None) as (server, _),
-        attached(server.access(LAYOUT)) as client,
-    ):
+    with publishing(server_events=None) as (server, _), attached(server.access(LAYOUT)) as client:
         engine = Engine(client)
         assert isinstance(engine.watched, Heard)
         engine.save(Asked(1))

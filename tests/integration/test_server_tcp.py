@@ -71,15 +71,10 @@ def server(port):
         yield server
 
 
-# ---- chunks --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chunk_bytes", [SLOT, 5000, 3 << 20])
 def test_a_server_keeps_the_promises_of_a_tier(port, chunk_bytes):
     with serving(
-        f"tcp://127.0.0.1:{port}",
-        flags=INSECURE,
-        ram_bytes=32 * max(SLOT, chunk_bytes),
+        f"tcp://127.0.0.1:{port}", flags=INSECURE, ram_bytes=32 * max(SLOT, chunk_bytes)
     ) as server:
 
         def make():
@@ -166,9 +161,6 @@ def relay(port, change):
 
     with rogue(None, script) as address:
         yield address.port
-
-
-# ---- who is let in -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::]"])  # noqa: S104

@@ -22,14 +22,7 @@ from kvtier.testing.check_tier import content
 from tests.attack.clients import greetings, of_size
 from tests.certificates import make_certificates
 from tests.child_process import wait_for
-from tests.integration.test_server_tcp import (
-    TOKEN,
-    cache_server,
-    engine,
-    port,
-    relay,
-    token_file,
-)
+from tests.integration.test_server_tcp import TOKEN, cache_server, engine, port, relay, token_file
 from tests.rogue_server import greet, rogue
 from tests.server_process import (
     LAYOUT,
@@ -196,8 +189,6 @@ def test_who_sees_the_network_reads_nothing_of_a_chunk(tls_server, port, certifi
     assert len(seen) > 2 * SLOT
     assert content(key, SLOT)[100:116].tobytes() not in seen
 
-
-# ---- beyond loopback -----------------------------------------------------------------------------
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - as an address to listen at; who connects to it means this host
 

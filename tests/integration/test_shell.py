@@ -131,9 +131,6 @@ def test_a_servers_log_counts_in_bytes_what_it_does_not_know_in_tokens():
     assert "tokens" not in log.replace(assumed[0], "")
 
 
-# ---- plan ----------------------------------------------------------------------------------------
-
-
 def hub(folder, name, config):
     """A hub cache that has one model, in huggingface_hub's form."""
     model = folder / f"models--{name.replace('/', '--')}"

@@ -83,11 +83,7 @@ def test_a_blended_answer_is_what_plain_torch_makes_of_the_same_kv(served, plain
     made = prompt(seed, order)
     answer = served.ask(made.tokens, **asking(made))
     reused = made.ranges[-1].end // BLOCK * BLOCK
-    assert spans(answer) == {
-        "reused": reused,
-        "computed": len(made.tokens) - reused,
-        "missing": [],
-    }
+    assert spans(answer) == {"reused": reused, "computed": len(made.tokens) - reused, "missing": []}
     assert answer.cached == reused
     assert gap(answer, plain.blended(made.tokens, made.ranges, reused)) < EXACT
     assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
@@ -178,44 +174,6 @@ def test_what_is_missing_between_documents_is_computed_in_place(
     assert gap(answer, plain.full(made.tokens)) > 20 * EXACT, "or nothing would be shown by this"
 
 
-def test_blending_ends_before_more_than_is_computed_in_place(served, plain):
-    warm(served, 3, [0, 1, 3])
-    every = documents(3)
-    chosen = [every[0], every[1], ids("long", STEP), every[3]]
-    made = compose(lambda _: [], ids("3 anchor", ANCHOR), chosen, ids("?", 20))
-    answer = served.ask(made.tokens, **asking(made))
-    reused = made.ranges[2].end // BLOCK * BLOCK
-    assert spans(answer) == {
-        "reused": reused,
-        "computed": len(made.tokens) - reused,
-        "missing": [3],
-    }
-    assert gap(answer, plain.blended(made.tokens, made.ranges[:3], reused)) < EXACT
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ({"cache_salt": "another tenant"}, "missing"),
-        ({"kv_transfer_params": {"kvtier.spans": [[0, 40], [30, 99]]}}, "malformed"),
-        (
-            {"kv_transfer_params": {"kvtier.spans": [[0, 40], [50, 99]], "kvtier.span_first": -1}},
-            "malformed",
-        ),
-    ],
-)
-def test_what_cannot_be_blended_is_computed_exactly_and_counted(served, plain, more, reason):
-    warm(served, 4, [0, 1])
-    made = prompt(4, [0, 1])
-    before = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
-    answer = served.ask(made.tokens, **asking(made, **more))
-    assert gap(answer, plain.full(made.tokens)) < EXACT
-    assert (spans(answer)["reused"], spans(answer)["declined"]) == (0, reason)
-    after = served.metric("vllm:kvtier_unblended_requests_total", reason=reason)
-    assert after == before + 1
-    served.forget()
-
-
 def test_blended_and_exact_requests_of_one_batch_do_not_meet(served, plain):
     warm(served, 6, [0, 1, 2, 3])
     made = [prompt(6, [0, 1, 2], "a"), prompt(6, [2, 1, 3], "b"), prompt(6, [3, 0, 2], "c")]
@@ -234,15 +192,3 @@ def test_blended_and_exact_requests_of_one_batch_do_not_meet(served, plain):
         exact += [pool.submit(served.ask, one.tokens) for one in made]
         for one, each in zip([*others, *made], exact, strict=True):
             assert gap(each.result(), plain.full(one.tokens)) < EXACT
-
-
-@pytest.mark.extended
-def test_without_the_operators_word_nothing_is_blended(model, plain, tmp_path):
-    server = Served(model, tmp_path)
-    with server:
-        warm(server, 7, [0, 1])
-        made = prompt(7, [0, 1])
-        answer = server.ask(made.tokens, **asking(made))
-        assert answer.told == {}
-        assert gap(answer, plain.full(made.tokens)) < EXACT
-        assert server.metric("vllm:kvtier_unblended_requests_total", reason="off") == 1

@@ -1,7 +1,5 @@
 """Documents from other prompts on two ranks of a real vLLM, whose forward pass is one of both: each
 waits for the other in it. They begin it together, or none does.
-
-One engine for all of it. The last test turns computing in place off there.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -76,34 +74,3 @@ def test_when_one_rank_cannot_copy_the_answer_is_exact(ranks, plain, faults, fir
     assert gap(answer, plain.full(made.tokens)) < EXACT
     assert not left(faults, "began")
     ranks.forget()
-
-
-def test_after_three_failures_nothing_is_computed_in_place_and_moving_goes_on(ranks, plain, faults):
-    warm(ranks, 60, ORDER)
-    for time, fault in enumerate(("unready", "broken", "broken")):
-        made = prompt(60, ORDER, f"fails {time}")
-        for file in faults.iterdir():
-            file.unlink()
-        (faults / fault).touch()
-        answer = ranks.ask(made.tokens, **asking(made, FIRST))
-        assert spans(answer) == {"reused": 0, "declined": "failed", "missing": []}
-        assert gap(answer, plain.full(made.tokens)) < EXACT
-        began = set() if fault == "unready" else {"began-0", "began-1"}
-        assert left(faults, "began") == began
-        (faults / fault).unlink()
-        ranks.forget()
-    said = ranks.log.read_text()
-    assert said.count("nothing is computed in place: it failed 3 times") == 1
-    made = prompt(60, ORDER, "off")
-    declined = ranks.metric("vllm:kvtier_unblended_requests_total", reason="unsupported")
-    answer = ranks.ask(made.tokens, **asking(made, FIRST))
-    assert spans(answer) == {"reused": 0, "declined": "unsupported", "missing": []}
-    assert gap(answer, plain.full(made.tokens)) < EXACT
-    after = ranks.metric("vllm:kvtier_unblended_requests_total", reason="unsupported")
-    assert after == declined + 1
-    warm(ranks, 61, ORDER)
-    made = prompt(61, ORDER)
-    answer = ranks.ask(made.tokens, **asking(made))
-    end = made.ranges[-1].end // BLOCK * BLOCK
-    assert spans(answer)["reused"] == end
-    assert gap(answer, plain.blended(made.tokens, made.ranges, end)) < EXACT

@@ -17,11 +17,7 @@ import pytest
 
 from tests.command import bare, kvtier
 from tests.engine_python import engine_vllm, skip_if_broken
-from tests.integration.conftest import (
-    BOTH_RUNNERS,
-    EVERY_MODE,
-    V1_FIRST,
-)
+from tests.integration.conftest import BOTH_RUNNERS, EVERY_MODE, V1_FIRST
 from tests.integration.engine_modes import OLDER, TOLD
 from tests.integration.transfer import EVERY_HIT
 from tests.nvme_place import flip
@@ -67,9 +63,7 @@ def runs(forks, models, tmp_path_factory):
 
     def once(mode, name, *, kvtier=True, model="tiny", processes=False, **config):
         call = json.dumps(
-            [mode.name, name, kvtier, model, processes, config],
-            sort_keys=True,
-            default=str,
+            [mode.name, name, kvtier, model, processes, config], sort_keys=True, default=str
         )
         if call not in seen:
             out = tmp_path_factory.mktemp("run") / "answers.json"
@@ -251,13 +245,7 @@ def test_a_damaged_disk_costs_hits_and_no_answer(run, first):
 
 
 @EVERY_MODE
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "bare_name",
-        pytest.param("several_connectors", marks=MORE),
-    ],
-)
+@pytest.mark.parametrize("scenario", ["bare_name", pytest.param("several_connectors", marks=MORE)])
 def test_engine_settings_and_the_bare_name(run, scenario):
     ours = run(scenario)
     assert_same(ours, run("plain", kvtier=False))

@@ -142,10 +142,7 @@ class TestOneServer:
         with server.shut():
             with server.begun(0):
                 wait_for(lambda: server.loads() > loads, "a load begins")
-                wait_for(
-                    lambda: server.metric("vllm:num_requests_waiting") == 1,
-                    "it waits",
-                )
+                wait_for(lambda: server.metric("vllm:num_requests_waiting") == 1, "it waits")
             wait_for(lambda: server.metric("vllm:num_requests_waiting") == 0, "it is aborted")
             assert not server.reset(), "its blocks are held until the load is through"
         server.forget()
@@ -211,8 +208,7 @@ def test_adapters_loaded_while_the_server_runs_are_known_by_what_they_are(tiny, 
 
     def load(name, folder):
         post(
-            f"{server.base_url}/v1/load_lora_adapter",
-            {"lora_name": name, "lora_path": str(folder)},
+            f"{server.base_url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}
         )
 
     adapters = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8")

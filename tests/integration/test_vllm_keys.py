@@ -7,9 +7,7 @@ Each is compared with the same engine without kvtier.
 
 import itertools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ from tests.integration.tiny_models import make_family
 
 pytestmark = [pytest.mark.vllm, in_modes(V1)]
 
-Run = Callable[..., Any]
 WEIGHTS = ".safetensors"
 
 

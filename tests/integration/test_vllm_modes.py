@@ -6,9 +6,7 @@ runs by both of vLLM's model runners, with and without async scheduling, where v
 """
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ from tests.integration.tiny_models import make_seeing
 
 pytestmark = pytest.mark.vllm
 
-Run = Callable[..., Any]
 CHUNKS = DOCUMENT_HIT // CHUNK
 
 

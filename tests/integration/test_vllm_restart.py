@@ -4,7 +4,6 @@ on vLLM's own scheduler (tests/unit/connectors/test_vllm_restart.py)."""
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,8 +26,6 @@ HOLDS, THIRD, EIGHTH = 80, 11, 4
 """Slots of a RAM beside prompts of 32 chunks."""
 WHOLE = [CHUNKS * BLOCK] * 2
 MORE = pytest.mark.extended
-
-Life = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")

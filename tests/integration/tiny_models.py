@@ -108,10 +108,7 @@ def make_draft(directory, target, prompts, tokens):
             "mlp.down_proj": (size, inner),
         },
     )
-    weights |= {
-        "fc.weight": first,
-        "layers.0.post_attention_layernorm.weight": torch.ones(size),
-    }
+    weights |= {"fc.weight": first, "layers.0.post_attention_layernorm.weight": torch.ones(size)}
     directory.mkdir(parents=True)
     save_file(weights, directory / "model.safetensors")
     draft = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}

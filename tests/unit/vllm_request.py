@@ -1,13 +1,9 @@
-"""A request as vLLM's scheduler shows it to a connector."""
+"""What vLLM's scheduler shows to a connector: a request, and the plan of a step."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 
-def vllm_request(tokens: Sequence[int], request_id: str = "one", salt: str | None = None) -> Any:
+def vllm_request(tokens, request_id="one", salt=None):
     return SimpleNamespace(
         request_id=request_id,
         num_tokens=len(tokens),
@@ -24,4 +20,18 @@ def vllm_request(tokens: Sequence[int], request_id: str = "one", salt: str | Non
         cache_salt=salt,
         mm_features=None,
         kv_transfer_params=None,
+    )
+
+
+def planned(new=(), tokens=None, state=None, **cached):
+    """``new``: its new requests. ``tokens``: computed for each request. ``cached``: of the others.
+    ``state``: their block tables, where vLLM tells them."""
+    none: dict[str, object] = {"req_ids": [], "new_block_ids": [], "num_computed_tokens": []}
+    return SimpleNamespace(
+        kv_connector_block_state=state,
+        scheduled_new_reqs=[*new],
+        scheduled_cached_reqs=SimpleNamespace(**none | {"resumed_req_ids": set()} | cached),
+        num_scheduled_tokens=tokens or {},
+        scheduled_spec_decode_tokens={},
+        total_num_scheduled_tokens=sum((tokens or {}).values()),
     )

@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import kvtier.connectors.vllm.worker_side.loaded
-
-
-@pytest.fixture
-def loaded():
-    return kvtier.connectors.vllm.worker_side.loaded
+from kvtier.connectors.vllm.worker_side import loaded
 
 
 class Kernel:
@@ -62,7 +57,7 @@ class Model(nn.Module):
         return {name for name, _ in weights}
 
 
-def facts(loaded, model):
+def facts(model):
     attention = [loaded.attention_facts(layer.attn) for layer in model.layers]
     return loaded._digest(attention), loaded._digest(loaded.rotary_facts(model, 1024))
 
@@ -92,44 +87,44 @@ ATTENTION: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", ROTARY)
-def test_a_rotary_table_that_resolved_otherwise_is_another_digest(loaded, change):
+def test_a_rotary_table_that_resolved_otherwise_is_another_digest(change):
     model, same = Model(), Model()
-    assert facts(loaded, model) == facts(loaded, same)
+    assert facts(model) == facts(same)
     ROTARY[change](model.layers[7].rotary_emb)
-    assert facts(loaded, model)[0] == facts(loaded, same)[0]
-    assert facts(loaded, model)[1] != facts(loaded, same)[1]
+    assert facts(model)[0] == facts(same)[0]
+    assert facts(model)[1] != facts(same)[1]
 
 
 @pytest.mark.parametrize("change", ATTENTION)
-def test_attention_that_resolved_otherwise_is_another_digest(loaded, change):
+def test_attention_that_resolved_otherwise_is_another_digest(change):
     model, same = Model(), Model()
     ATTENTION[change](model.layers[11].attn)
-    assert facts(loaded, model)[0] != facts(loaded, same)[0]
-    assert facts(loaded, model)[1] == facts(loaded, same)[1]
+    assert facts(model)[0] != facts(same)[0]
+    assert facts(model)[1] == facts(same)[1]
 
 
-def test_what_is_in_the_kv_cache_is_no_fact_of_the_model(loaded):
+def test_what_is_in_the_kv_cache_is_no_fact_of_the_model():
     model = Model()
-    before = facts(loaded, model)
+    before = facts(model)
     model.layers[0].attn.kv_cache.add_(1)
-    assert facts(loaded, model) == before
+    assert facts(model) == before
 
 
-def test_a_rotary_module_without_a_table_counts_with_the_longest_prompt(loaded):
+def test_a_rotary_module_without_a_table_counts_with_the_longest_prompt():
     model = Model()
     model.layers[0].rotary_emb.cos_sin_cache = None
     assert loaded.rotary_facts(model, 1024) != loaded.rotary_facts(model, 1536)
     assert loaded.rotary_facts(Model(), 1024) == loaded.rotary_facts(Model(), 1536)
 
 
-def test_a_model_without_rotary_modules_is_fine(loaded):
+def test_a_model_without_rotary_modules_is_fine():
     model = Model()
     for layer in model.layers:
         del layer.rotary_emb
     assert loaded.rotary_facts(model, 1024) == {}
 
 
-def test_the_model_is_found_by_its_layers_and_no_other_is(loaded):
+def test_the_model_is_found_by_its_layers_and_no_other_is():
     model, draft, stranger = Model(), Model(), Model()
     layers = [layer.attn for one in (model, draft) for layer in one.layers]
     found = loaded.models_with(layers)
@@ -154,7 +149,7 @@ def test_the_model_is_found_by_its_layers_and_no_other_is(loaded):
         torch.int64,
     ],
 )
-def test_every_element_type_is_read(loaded, dtype):
+def test_every_element_type_is_read(dtype):
     ones, zeros = torch.ones(3, 5).to(dtype), torch.zeros(3, 5).to(dtype)
     assert loaded.content(ones) == loaded.content(ones.clone()) != loaded.content(zeros)
     assert loaded.content(ones.t()) != loaded.content(ones)
@@ -164,7 +159,7 @@ def test_every_element_type_is_read(loaded, dtype):
 
 
 class TestWeights:
-    def test_every_parameter_is_in_the_digest(self, loaded):
+    def test_every_parameter_is_in_the_digest(self):
         same = loaded.weights_digest([Model()])
         for name, _ in Model().named_parameters():
             model = Model()
@@ -172,7 +167,7 @@ class TestWeights:
             assert loaded.weights_digest([model]) != same
         assert loaded.weights_digest([Model()]) == same
 
-    def test_weights_that_a_kernel_has_taken_away_cannot_be_read(self, loaded):
+    def test_weights_that_a_kernel_has_taken_away_cannot_be_read(self):
         model = Model()
         model.layers[3].proj.weight = nn.Parameter(torch.empty(0))
         assert loaded.weights_digest([model]) is None
@@ -208,7 +203,7 @@ def by_loading(model, parameter):
 
 class TestWatch:
     @pytest.mark.parametrize("change", [written, swapped, moved, removed, uncounted, by_loading])
-    def test_replaced_weights_are_noticed_once(self, loaded, change):
+    def test_replaced_weights_are_noticed_once(self, change):
         model = Model()
         watch = loaded.WeightWatch([model])
         assert not any(watch.replaced(looks=True) for _ in range(20))
@@ -216,7 +211,7 @@ class TestWatch:
         assert watch.replaced(looks=True)
         assert not any(watch.replaced(looks=True) for _ in range(20))
 
-    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(self, loaded):
+    def test_one_layer_written_past_all_counting_is_noticed_within_a_round(self):
         model = Model()
         watch = loaded.WeightWatch([model])
         model.layers[11].experts.bias.data.fill_(3.0)
@@ -224,7 +219,7 @@ class TestWatch:
         looks = [watch.replaced(looks=True) for _ in range(-(-count // 16))]
         assert sum(looks) == 1
 
-    def test_a_step_that_moves_no_chunk_only_hears_of_loading(self, loaded):
+    def test_a_step_that_moves_no_chunk_only_hears_of_loading(self):
         model = Model()
         watch = loaded.WeightWatch([model])
         written(model, model.layers[0].proj.weight)
@@ -233,7 +228,7 @@ class TestWatch:
         by_loading(model, model.layers[5].experts.weight)
         assert watch.replaced(looks=False)
 
-    def test_an_engine_that_moves_its_weights_about_is_heard_and_not_looked_at(self, loaded):
+    def test_an_engine_that_moves_its_weights_about_is_heard_and_not_looked_at(self):
         model = Model()
         watch = loaded.WeightWatch([model], moves=True)
         moved(model, model.layers[5].experts.weight)
@@ -241,7 +236,7 @@ class TestWatch:
         by_loading(model, model.layers[5].experts.weight)
         assert watch.replaced(looks=True)
 
-    def test_it_keeps_no_replaced_weights_alive(self, loaded):
+    def test_it_keeps_no_replaced_weights_alive(self):
         model = Model()
         watch = loaded.WeightWatch([model])
         old = model.layers[5].experts.weight.data_ptr()
@@ -271,6 +266,6 @@ class TestWatch:
             ({"parallel_config": SimpleNamespace(enable_eplb=True)}, True),
         ],
     )
-    def test_which_engines_move_weights(self, loaded, config, moves):
+    def test_which_engines_move_weights(self, config, moves):
         given = {"parallel_config": SimpleNamespace(enable_eplb=False)} | config
         assert loaded._moves(SimpleNamespace(**given)) is moves

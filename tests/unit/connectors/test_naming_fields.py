@@ -84,42 +84,22 @@ def test_the_walk_comes_to_the_fields_that_the_sources_have():
 
 
 MUST_DECIDE = [
-    "model_config.dtype",
-    "model_config.hf_config",
-    "model_config.quantization",
-    "model_config.quantization_config",
-    "model_config.model_class_overrides",
-    "model_config.code_revision",
-    "model_config.disable_sliding_window",
-    "model_config.model_impl",
-    "multimodal_config.mm_processor_kwargs",
-    "multimodal_config.video_pruning_rate",
-    "multimodal_config.video_pruning_method",
-    "multimodal_config.media_io_kwargs",
-    "cache_config.cache_dtype",
-    "cache_config.mamba_ssm_cache_dtype",
-    "cache_config.sliding_window",
-    "cache_config.kv_cache_dtype_skip_layers",
-    "parallel_config.tensor_parallel_size",
-    "parallel_config.pipeline_parallel_size",
-    "parallel_config.worker_cls",
-    "parallel_config.decode_context_parallel_size",
-    "load_config.load_format",
-    "load_config.model_loader_extra_config",
-    "attention_config.backend",
-    "kernel_config.moe_backend",
-    "lora_config.lora_dtype",
-    "lora_config.target_modules",
-    "lora_config.max_lora_rank",
-    "lora_config.fully_sharded_loras",
-    "lora_config.enable_tower_connector_lora",
-    "speculative_config.method",
-    "speculative_config.quantization",
-    "speculative_config.draft_model_config",
-    "compilation_config.mode",
-    "compilation_config.custom_ops",
-    "compilation_config.pass_config",
-]
+    "model_config.dtype", "model_config.hf_config", "model_config.quantization",
+    "model_config.quantization_config", "model_config.model_class_overrides",
+    "model_config.code_revision", "model_config.disable_sliding_window", "model_config.model_impl",
+    "multimodal_config.mm_processor_kwargs", "multimodal_config.video_pruning_rate",
+    "multimodal_config.video_pruning_method", "multimodal_config.media_io_kwargs",
+    "cache_config.cache_dtype", "cache_config.mamba_ssm_cache_dtype", "cache_config.sliding_window",
+    "cache_config.kv_cache_dtype_skip_layers", "parallel_config.tensor_parallel_size",
+    "parallel_config.pipeline_parallel_size", "parallel_config.worker_cls",
+    "parallel_config.decode_context_parallel_size", "load_config.load_format",
+    "load_config.model_loader_extra_config", "attention_config.backend",
+    "kernel_config.moe_backend", "lora_config.lora_dtype", "lora_config.target_modules",
+    "lora_config.max_lora_rank", "lora_config.fully_sharded_loras",
+    "lora_config.enable_tower_connector_lora", "speculative_config.method",
+    "speculative_config.quantization", "speculative_config.draft_model_config",
+    "compilation_config.mode", "compilation_config.custom_ops", "compilation_config.pass_config",
+]  # fmt: skip
 """Said by hand, so that a field that moves to the other table is seen."""
 
 
@@ -137,25 +117,14 @@ def test_a_field_that_decides_changes_the_fingerprint(place):
 
 
 STAYS_WARM = [
-    "model_config.max_model_len",
-    "model_config.seed",
-    "model_config.served_model_name",
-    "model_config.model",
-    "model_config.tokenizer",
-    "scheduler_config.max_num_seqs",
-    "scheduler_config.max_num_batched_tokens",
-    "scheduler_config.async_scheduling",
-    "scheduler_config.policy",
-    "cache_config.block_size",
-    "cache_config.gpu_memory_utilization",
-    "cache_config.num_gpu_blocks",
-    "cache_config.enable_prefix_caching",
-    "cache_config.num_gpu_blocks_override",
-    "parallel_config.data_parallel_rank",
-    "parallel_config.master_port",
-    "vllm_config.instance_id",
-    "vllm_config.observability_config",
-]
+    "model_config.max_model_len", "model_config.seed", "model_config.served_model_name",
+    "model_config.model", "model_config.tokenizer", "scheduler_config.max_num_seqs",
+    "scheduler_config.max_num_batched_tokens", "scheduler_config.async_scheduling",
+    "scheduler_config.policy", "cache_config.block_size", "cache_config.gpu_memory_utilization",
+    "cache_config.num_gpu_blocks", "cache_config.enable_prefix_caching",
+    "cache_config.num_gpu_blocks_override", "parallel_config.data_parallel_rank",
+    "parallel_config.master_port", "vllm_config.instance_id", "vllm_config.observability_config",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", STAYS_WARM)

@@ -7,7 +7,6 @@ digest of its key. Then the Store was closed.
 """
 
 import hashlib
-import importlib
 import logging
 import shutil
 import warnings
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvtier.assemble import assemble_store
 from kvtier.config.keys import Config
@@ -26,20 +26,19 @@ from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S
 from tests.unit.connectors.test_vllm_identity import engine, model
 
+with warnings.catch_warnings():  # vLLM warns while it is imported
+    warnings.simplefilter("ignore")
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+
+    from kvtier.connectors.vllm.layout import chunk_layout, kept
+    from kvtier.connectors.vllm.metadata import RankLayout
+
 pytestmark = pytest.mark.vllm
 
 WRITTEN = Path(__file__).parents[2] / "data" / "nvme_before_groups"
 TOKENS, CHUNK, CHUNKS = [*range(97)], 32, 3
 NAMED = bytes.fromhex("7cf86d118c2584e1d8601261 9312f4d30471dd1936888fc47d1cd1401aeae492")
 """The fingerprint of that engine as that version made it."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.layout")
 
 
 @pytest.fixture
@@ -63,12 +62,6 @@ def weights(tmp_path):
 def laid_out(weights, windows=0):
     """The layout of the engine that wrote the folder, and its geometry. With ``windows``: of an
     engine that has so many groups of windows beside full attention, and so other slots."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-
-    from kvtier.connectors.vllm.layout import chunk_layout, kept
-    from kvtier.connectors.vllm.metadata import RankLayout
-
     config = {
         "hidden_size": 64,
         "_name_or_path": str(weights),

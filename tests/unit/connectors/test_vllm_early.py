@@ -1,8 +1,6 @@
 """Hits that come in parts, over a real Store with hand-turned lanes and clock: what is promised of
 them, and what vLLM is told in the end."""
 
-import importlib
-import warnings
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -13,25 +11,17 @@ from tests.unit.connectors.test_vllm_scheduler import (
     CHUNK,
     LAYOUT,
     Bench,
-    _planned,
     done,
     prompt,
     report,
 )
+from tests.unit.vllm_request import planned
 
 pytestmark = pytest.mark.vllm
 
 LONG = 32
 """Chunks of a hit that is four times larger than RAM."""
 BLOCKS = CHUNK // BLOCK
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
 
 
 class Ended(NamedTuple):
@@ -71,7 +61,7 @@ class Engine(Bench):
 
     def given(self):
         """The numbers of the jobs of one step."""
-        metadata = self.half.step(_planned([], 0))
+        metadata = self.half.step(planned())
         assert all(job.request_id is None for job in metadata.loads), "vLLM is told of no part"
         self.copied += [job.blocks[0] for job in metadata.loads]
         self.jobs |= {job.number: job for job in metadata.loads}
@@ -138,21 +128,6 @@ def test_a_hit_larger_than_ram_is_loaded_whole_in_parts():
     done(engine, request)
 
 
-def test_the_end_is_told_with_the_last_part_and_takes_no_step_more():
-    engine, request = loading()
-    while not engine.ends:
-        given = engine.given()
-        told = [number for number, job in engine.jobs.items() if job.end is not None]
-        assert told == [*engine.jobs][LONG - 1 :]
-        assert {engine.jobs[number].part_of for number in given} <= set(engine.half._pending)
-        engine.confirm(*given)
-        engine.lane.run()
-    assert not engine.loads and not engine.half._pending and not engine.half._loading
-    assert engine.half.counts() == {"loaded_dict": LONG}
-    assert engine.half.sources(request) == {"dict": LONG * CHUNK}
-    done(engine, request)
-
-
 def test_blocks_are_asked_for_when_the_first_part_is_in_ram():
     engine, request = Engine(), prompt(LONG)
     engine.hold(request.all_token_ids[:-1], 0.1)
@@ -170,25 +145,6 @@ def test_blocks_are_asked_for_when_the_first_part_is_in_ram():
     done(engine, request)
 
 
-@pytest.mark.parametrize(("slots", "first"), [(8, 4), (48, 9), (128, 16)])
-def test_before_it_has_blocks_at_least_eight_chunks_are_read_or_two_parts(slots, first):
-    engine, request = Engine(slots=slots), prompt(slots)
-    engine.hold(request.all_token_ids[:-1], 0.1)
-    assert engine.matched(request) is None
-    assert len(engine.lane) == engine.half.extensions[-1]._held_by_first == first
-    done(engine, request)
-
-
-def test_a_first_part_that_does_not_come_in_time_promises_nothing():
-    engine, request = Engine(), prompt(LONG)
-    engine.hold(request.all_token_ids[:-1], 0.1)
-    assert engine.matched(request) is None
-    engine.clock.now += 100.0
-    assert engine.matched(request) != LONG * CHUNK
-    assert engine.half.extensions[-1]._held_by_first == 0
-    done(engine, request)
-
-
 def test_a_guess_whose_first_part_does_not_come_was_the_only_one():
     """A plan says that a token is computed in 10 ms. The tier takes 5 s a chunk."""
     engine = Engine(known=False)
@@ -203,40 +159,9 @@ def test_a_guess_whose_first_part_does_not_come_was_the_only_one():
         done(engine, request)
 
 
-def test_a_hit_whose_first_part_is_lost_gives_back_what_was_read_ahead():
-    engine, request = Engine(), prompt(LONG)
-    engine.hold(request.all_token_ids[:-1], 0.1)
-    assert engine.matched(request) is None
-    del engine.tier.held[LAYOUT.keys(request.all_token_ids)[0]]
-    engine.lane.run()
-    assert engine.matched(request) != LONG * CHUNK
-    assert engine.half.extensions[-1]._held_by_first == 0
-    done(engine, request)
-
-
-def test_a_hit_that_is_not_promised_in_parts_names_the_tier_of_what_was_read_for_it():
-    engine, request = Engine(), prompt(LONG)
-    engine.hold(request.all_token_ids[:-1], 0.1)
-    assert engine.matched(request) is None
-    engine.tier.seconds = 0.4  # as it turns out: twice that is too slow, once is not
-    engine.lane.run()
-    engine.given()
-    assert engine.waits_until_idle(request) == 8 * CHUNK
-    engine.granted(request, 8 * CHUNK)
-    assert not engine.loads
-    assert engine.half.counts() == {"loaded_dict": 8, "declined_refused": LONG - 8}
-    engine.half.step(_planned([], 0))
-    engine.confirm(*engine.half._pending)
-    done(engine, request)
-
-
 @pytest.mark.parametrize(
     ("more", "read_s"),
-    [
-        ({"in_parts": False}, 0.1),
-        ({"blocks": LONG * BLOCKS}, 0.1),
-        ({}, 0.3),
-    ],
+    [({"in_parts": False}, 0.1), ({"blocks": LONG * BLOCKS}, 0.1), ({}, 0.3)],
     ids=["vllm cannot", "blocks are short", "no faster than twice its estimate"],
 )
 def test_otherwise_ram_bounds_a_hit_as_before(more, read_s):
@@ -378,10 +303,7 @@ def test_a_copy_that_fails_after_the_end_was_told_leaves_what_is_behind_it(which
     assert not engine.loads and not engine.half._pending and not engine.half._loading
     (end,) = engine.ends
     assert min(end.left) == min(blocks_from(LONG - 2 + which))
-    assert engine.half.counts() == {
-        "loaded_dict": LONG - 2 + which,
-        "declined_refused": 2 - which,
-    }
+    assert engine.half.counts() == {"loaded_dict": LONG - 2 + which, "declined_refused": 2 - which}
     assert not engine.given() and len(engine.ends) == 1, "it is told once"
     done(engine, request)
 
@@ -408,30 +330,6 @@ def test_an_engine_with_other_weights_keeps_nothing_of_it():
     done(engine, request)
 
 
-def test_neither_of_two_takes_the_others_part_of_the_room():
-    engine = Engine(slots=32)
-    requests = [prompt(LONG, name, first=first) for first, name in enumerate(("one", "two"))]
-    for request in requests:
-        assert engine.asked(request) == LONG * CHUNK
-    for request in requests:
-        engine.granted(request, LONG * CHUNK)
-    both = 0
-    while not engine.ends:
-        engine.confirm(*engine.given())
-        if len(engine.loads) == 2 and min(load.parts.kept for load in engine.loads) >= 8:
-            both += 1
-            assert max(load.held for load in engine.loads) <= 8, "half of 16 slots each"
-        if len(engine.lane):
-            engine.lane.turn()
-    assert both > 8
-    while engine.loads:
-        engine.confirm(*engine.given())
-        engine.confirm(*(end.number for end in engine.ends))
-        engine.lane.run()
-    engine.half.finished(requests[0])
-    done(engine, requests[1])
-
-
 @pytest.mark.parametrize(("slots", "held"), [(8, 4), (24, 12), (48, 16), (64, 16), (256, 64)])
 def test_they_hold_a_quarter_of_ram_or_sixteen_slots_but_no_more_than_half(slots, held):
     assert Engine(slots=slots).half.extensions[-1]._most_held == held
@@ -452,8 +350,6 @@ def test_first_parts_that_wait_for_blocks_leave_room_for_loads():
     done(engine, request)
 
 
-# ---- hits that RAM holds -------------------------------------------------------------------------
-
 SHORT, ROOM = 8, 32
 """Chunks of such a hit; slots."""
 COPY_S = 0.0025
@@ -471,18 +367,6 @@ def coming(copy_s=COPY_S, read_s=0.1, **more):
     return engine, request
 
 
-def test_its_parts_are_as_long_as_a_copy_of_some_milliseconds():
-    engine, request = coming(COPY_S / 3)  # so all of it is copied in less than three of them
-    assert engine.matched(request) is None, "the first part is not there"
-    for _ in range(3):
-        engine.lane.turn()
-    assert engine.matched(request) == SHORT * CHUNK
-    engine.granted(request, SHORT * CHUNK)
-    assert engine.goes_on().left == []
-    assert engine.copied == [1, 1 + 4 * BLOCKS]
-    done(engine, request)
-
-
 @pytest.mark.parametrize(
     ("more", "copy_s", "read_s"),
     [
@@ -498,7 +382,7 @@ def test_otherwise_it_is_waited_for_in_ram(more, copy_s, read_s):
     assert engine.matched(request) is None
     assert engine.waits_until_idle(request) == SHORT * CHUNK
     engine.granted(request, SHORT * CHUNK)
-    assert [job.request_id for job in engine.half.step(_planned([], 0)).loads] == ["one"]
+    assert [job.request_id for job in engine.half.step(planned()).loads] == ["one"]
     assert not engine.loads
     engine.confirm(*engine.half._pending)
     done(engine, request)

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, own_half, parent_half
+from kvtier.core.chunk import ChunkLayout, own_half, parent_half
 from kvtier.core.errors import LayoutError
-from kvtier.core.pool import Pool
-from kvtier.store.store import Store
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -124,10 +122,7 @@ def test_a_state_is_the_one_at_the_end_of_the_hit():
     run = geometry.run(keys(4, 32), 0, 96)
     assert [
         (piece.group.number, piece.number) for piece in geometry.pieces(run) if piece.group.number
-    ] == [
-        (1, 2),
-        (2, 2),
-    ]
+    ] == [(1, 2), (2, 2)]
 
 
 TAILS = some.builds(
@@ -280,30 +275,6 @@ def test_a_prompt_that_ends_with_a_chunk_leaves_a_token_to_compute():
     geometry = groups.Geometry((full(), window(100)), 64)
     assert geometry.last_end(256) == 192
     assert geometry.is_kept(192, 256)
-
-
-def test_room_goes_from_one_kind_to_another_and_back():
-    """All pieces are of one size, so no kind has room that another cannot have."""
-    slots, geometry = 200, groups.Geometry((full(), state(1)), 32)
-    store, prompts = Store(Pool(slots, 4096)), iter(range(1000))
-
-    def saved(kind):
-        """The keys of one kind's pieces that have filled RAM."""
-        found = list[ChunkKey]()
-        while len(found) < slots:
-            chunks = keys(10, 32, first=next(prompts))
-            run = geometry.run(chunks, 0, 320)
-            named = zip(geometry.pieces(run), run.keys, strict=True)
-            some = [key for piece, key in named if piece.group.kind is kind]
-            with store.save(some) as lease:
-                lease.commit()
-            found += some
-        return found[-slots:]
-
-    for kind in (groups.Kind.FULL, groups.Kind.STATE, groups.Kind.FULL):
-        ready = sum(store.lookup([key]).ready for key in saved(kind))
-        assert ready >= 0.9 * slots
-    store.close()
 
 
 def test_a_piece_is_saved_only_from_blocks_that_the_group_still_has():

@@ -2,7 +2,6 @@
 finished and its chunks are saved."""
 
 import json
-from collections import Counter
 
 import pytest
 
@@ -40,19 +39,6 @@ class Told:
             hint(keys, given, session)
 
         monkeypatch.setattr(store, "hint", spy)
-        self.counts = Counter[str]()
-        """What vLLM's metrics are told."""
-        stats = core.connector.get_kv_connector_stats
-
-        def heard():
-            told = stats()
-            if told is not None:
-                self.counts.update(
-                    {name: count for name, count in told.data.items() if name.startswith("hints_")}
-                )
-            return told
-
-        monkeypatch.setattr(core.connector, "get_kv_connector_stats", heard)
 
     def keys(self, tokens):
         return [*self.half._layout.keys(tokens)]
@@ -110,7 +96,6 @@ def test_what_nobody_says_is_not_told(core, told):
     core.run("one")
     settled(core)
     assert told.seen == []
-    assert told.counts == {"hints_bad": 1}
 
 
 def test_an_end_in_a_request_of_its_own_is_of_the_sessions_last_prompt(core, told):
@@ -147,14 +132,6 @@ def test_a_request_that_is_kept_out_and_one_that_is_aborted(core, told):
     settled(core)
     assert told.seen == []
     assert not extension(told.half, HintDelivery)._waiting
-
-
-def test_hints_are_counted_by_kind(core, told):
-    params = {"kvtier.over": True, "kvtier.keep_s": 5, "kvtier.priority": 1, "kvtier.bad_hints": 2}
-    core.add(request(core, "one", PROMPT, params))
-    core.run("one")
-    settled(core)
-    assert told.counts == {"hints_over": 1, "hints_keep": 1, "hints_priority": 1, "hints_bad": 2}
 
 
 @pytest.mark.usefixtures("core")

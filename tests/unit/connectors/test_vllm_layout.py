@@ -1,34 +1,49 @@
 """Layouts of engines: what each rank tells is in the fingerprint, and which engines are left alone
 or refused."""
 
-import importlib
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
 from tests.unit.connectors.test_vllm_identity import engine, folder
 from tests.unit.still_model import StillModel
 
+with warnings.catch_warnings():  # vLLM warns while it is imported
+    warnings.simplefilter("ignore")
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.kv_cache_interface import (
+        CircularBufferSpec,
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MLAAttentionSpec,
+        RSWASpec,
+    )
+
+    from kvtier.connectors.vllm.groups import Uncached
+    from kvtier.connectors.vllm.layout import (
+        ContextRanks,
+        chunk_layout,
+        divided,
+        kept,
+        place,
+        places,
+        start_only,
+    )
+    from kvtier.connectors.vllm.metadata import RankLayout
+    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
+
 pytestmark = pytest.mark.vllm
 
 __all__ = ["folder"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def layout():
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("kvtier.connectors.vllm.layout")
-
-
 def rank(**other):
-    from kvtier.connectors.vllm.metadata import RankLayout
-
     given: dict[str, Any] = {
         "block_bytes": (4096,),
         "description": {"strides": [1, 2]},
@@ -39,16 +54,11 @@ def rank(**other):
 
 
 def cache():
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
-
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
 
 
 def laid_out(given, config, ranks, tokens=32):
-    from kvtier.connectors.vllm.layout import ContextRanks, chunk_layout, kept
-
     found = kept(config, with_groups=True, sharing=ContextRanks.of(given.parallel_config))
     return chunk_layout(given, config, found, ranks, tokens)
 
@@ -102,9 +112,9 @@ def test_the_size_of_chunks_is_in_every_key(folder):
     assert not set(small.keys(tokens)) & set(large.keys(tokens))
 
 
-def test_keys_of_one_start_are_random(layout):
+def test_keys_of_one_start_are_random():
     given = ChunkLayout(fingerprint({"model": "a"}), 32, 16, (4096,))
-    one, two = layout.start_only(given, "why"), layout.start_only(given, "why")
+    one, two = start_only(given, "why"), start_only(given, "why")
     assert len({given.fingerprint, one.fingerprint, two.fingerprint}) == 3
     assert one.chunk_tokens == given.chunk_tokens and one.rank_block_bytes == given.rank_block_bytes
 
@@ -143,12 +153,7 @@ def test_ranks_share_a_part_only_where_all_of_their_layers_hold_the_same(
 
 
 def test_vllm_counts_the_ranks_that_hold_the_same():
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     assert KVCacheConfig(1, [], []).kv_tp_replicas == 1
-
-
-# ---- context parallelism -------------------------------------------------------------------------
 
 
 def parallel(folder, *, divide=1, prefill=1, **more):
@@ -167,8 +172,6 @@ def parallel(folder, *, divide=1, prefill=1, **more):
 
 def test_a_block_that_ranks_divide_has_the_tokens_of_all_of_them(folder):
     """And one that they do not divide, as a draft's, has its own."""
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
     config = cache()
     whole = KVCacheGroupSpec(["draft"], spec("FullAttentionSpec", dcp_sharded=False))
     config.kv_cache_groups.append(whole)
@@ -180,8 +183,6 @@ def test_a_block_that_ranks_divide_has_the_tokens_of_all_of_them(folder):
 
 def test_how_ranks_divide_their_blocks_is_in_every_key(folder):
     """By the workers' word of the turn: vLLM settles it in them alone."""
-    from kvtier.connectors.vllm.layout import divided
-
     prints = set()
     for divide, turn in ((1, 1), (2, 1), (2, 8)):
         given = parallel(folder, divide=divide, tensor_parallel_size=2)
@@ -205,8 +206,6 @@ def test_every_rank_that_divides_a_block_has_a_part_of_its_own(folder):
 def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder):
     """vLLM's handshake names one of them. Ranks are numbered by stage, then by their part of the
     prompt, then by tensor rank."""
-    from kvtier.connectors.vllm.layout import place, places
-
     given = parallel(folder, prefill=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     given.parallel_config.world_size = 8
     ranks = {(stage, tensor): rank() for stage in (0, 1) for tensor in (0, 1)}
@@ -230,8 +229,6 @@ def test_of_ranks_that_share_a_prompt_one_writes_and_all_read(folder):
 def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_split(folder):
     """vLLM's MLA beside Qwen3.8's states: the attention is the same on both ranks, and one writes
     it. Of states each rank has its own, whether they are the same or not."""
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
     given, config = engine(folder), cache()
     given.model_config.use_mla, given.parallel_config.tensor_parallel_size = True, 2
     config.kv_tp_replicas = 2
@@ -244,14 +241,8 @@ def test_states_that_ranks_replicate_are_kept_of_each_rank_beside_those_they_spl
     assert parts == (((0, True), (0, True), (0, True)), ((0, False), (64, True), (512, True)))
 
 
-# ---- what is refused, by name, at the start ------------------------------------------------------
-
-
 def spec(name, **given):
     """One of vLLM's specs of a layer's KV cache."""
-    import torch
-    from vllm.v1 import kv_cache_interface
-
     heads = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     state = {"shapes": ((2, 2),), "dtypes": (torch.float32,)}
     own = state if name == "MambaSpec" else heads
@@ -259,10 +250,6 @@ def spec(name, **given):
 
 
 def refused(given, told, *, with_groups=True, **more):
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
-    from kvtier.connectors.vllm.layout import kept
-
     config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], given)])
     with pytest.raises(LayoutError, match=told):
         kept(config, with_groups=with_groups, **more)
@@ -281,10 +268,7 @@ def test_a_kv_cache_that_is_not_kept_is_refused_by_its_name(name, given, told):
 
 
 def test_a_group_whose_layers_differ_in_what_they_keep_is_refused():
-    layers = {
-        "one": spec("FullAttentionSpec"),
-        "two": spec("SlidingWindowSpec", sliding_window=64),
-    }
+    layers = {"one": spec("FullAttentionSpec"), "two": spec("SlidingWindowSpec", sliding_window=64)}
     refused(SimpleNamespace(kv_cache_specs=layers), r"\(FullAttentionSpec, SlidingWindowSpec\)")
 
 
@@ -299,8 +283,6 @@ def test_windows_are_refused_where_vllm_does_not_say_which_blocks_they_have(monk
 
 
 def test_context_parallelism_is_refused_by_its_names_where_it_was_not_tried():
-    from kvtier.connectors.vllm.layout import ContextRanks
-
     for sharing in (ContextRanks(2, 1), ContextRanks(1, 2)):
         told = f"decode_context_parallel_size={sharing.decode} .* from vLLM 0.32 on; set both to 1"
         refused(spec("FullAttentionSpec"), told, with_groups=False, sharing=sharing)
@@ -318,18 +300,6 @@ def test_ranks_that_should_hold_the_same_and_do_not_are_refused(folder):
 def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied():
     """Blocks of all groups lie over one another, so such layers look like more of the same. Some
     are no rows of blocks at all."""
-    import torch
-    from vllm.v1.kv_cache_interface import (
-        CircularBufferSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        MLAAttentionSpec,
-    )
-
-    from kvtier.connectors.vllm.groups import Uncached
-    from kvtier.connectors.vllm.layout import kept
-    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
-
     sizes = {"num_kv_heads": 1, "dtype": torch.float32}
     latent = MLAAttentionSpec(block_size=16, head_size=32, **sizes)
     ring = CircularBufferSpec(block_size=4, head_size=128, head_size_v=0, **sizes)
@@ -348,11 +318,6 @@ def test_layers_of_groups_that_vllm_caches_no_prefixes_of_are_not_copied():
 
 
 def test_a_window_that_is_replayed_takes_blocks_though_nothing_of_it_is_kept():
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-    from kvtier.connectors.vllm.groups import Uncached
-    from kvtier.connectors.vllm.layout import kept
-
     replayed = spec("SlidingWindowMLASpec", sliding_window=64, bounded_replay=True)
     specs = (spec("MLAAttentionSpec"), replayed)
     groups = [KVCacheGroupSpec([str(number)], one) for number, one in enumerate(specs)]
@@ -364,11 +329,6 @@ def test_a_window_that_is_replayed_takes_blocks_though_nothing_of_it_is_kept():
 def test_models_without_a_group_of_which_prefixes_consist_are_refused_by_name():
     """An engine that runs an encoder only has no groups. R-SWA drops tokens that it generated. A
     hybrid model may be configured without a layer of attention."""
-    import torch
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, RSWASpec
-
-    from kvtier.connectors.vllm.layout import kept
-
     with pytest.raises(LayoutError, match="no group of which vLLM caches prefixes"):
         kept(KVCacheConfig(8, [], []), with_groups=True)
     sizes = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "rswa_window": 64}

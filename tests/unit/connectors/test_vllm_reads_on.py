@@ -12,7 +12,7 @@ from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from tests.clock import Clock
 from tests.unit.scheduler_half import scheduler_half
-from tests.unit.vllm_request import vllm_request
+from tests.unit.vllm_request import planned, vllm_request
 
 with warnings.catch_warnings():  # importing vLLM warns
     warnings.simplefilter("ignore")
@@ -54,24 +54,11 @@ class Engine:
             self.requests[name] = request
         old = [name for name in scheduled if name in self.computed]
         self.computed = self.computed | dict.fromkeys(new, 0)
-        metadata = self.half.step(
-            SimpleNamespace(
-                kv_connector_block_state=SimpleNamespace(
-                    boundary_state_offloads={}, get_block_ids=self.get_block_ids
-                ),
-                scheduled_new_reqs=[
-                    SimpleNamespace(req_id=one, num_computed_tokens=0) for one in new
-                ],
-                scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=old,
-                    num_computed_tokens=[self.computed[one] for one in old],
-                    resumed_req_ids=resumed,
-                ),
-                num_scheduled_tokens=dict(scheduled),
-                scheduled_spec_decode_tokens={},
-                total_num_scheduled_tokens=sum(scheduled.values()),
-            )
-        )
+        state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=self.get_block_ids)
+        began = [SimpleNamespace(req_id=one, num_computed_tokens=0) for one in new]
+        cached = {"req_ids": old, "num_computed_tokens": [self.computed[one] for one in old]}
+        cached["resumed_req_ids"] = resumed
+        metadata = self.half.step(planned(began, dict(scheduled), state, **cached))
         for name, tokens in scheduled.items():
             self.computed[name] += tokens
             self.requests[name].num_computed_tokens += tokens

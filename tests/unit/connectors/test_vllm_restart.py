@@ -7,7 +7,6 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,9 +32,6 @@ TOKEN_S = 1e-3
 HOLDS, THIRD, EIGHTH = 48, 13, 5
 """Slots of a RAM beside a prompt of 40 chunks."""
 FORK = multiprocessing.get_context("fork")
-
-Place = Callable[[int], Mapping[str, Any]]
-"""An engine's settings, given its slots."""
 
 
 def engine(model, settings, **more):

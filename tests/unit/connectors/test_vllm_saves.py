@@ -15,7 +15,7 @@ from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from tests.clock import Clock
 from tests.unit.scheduler_half import scheduler_half
-from tests.unit.vllm_request import vllm_request
+from tests.unit.vllm_request import planned, vllm_request
 
 with warnings.catch_warnings():  # importing vLLM warns
     warnings.simplefilter("ignore")
@@ -58,19 +58,8 @@ class Two:
     def step(self, computed, more, states):
         """One step that computes ``more`` tokens."""
         self.request.num_computed_tokens = computed
-        cached = SimpleNamespace(
-            req_ids=["one"], num_computed_tokens=[computed], resumed_req_ids=set()
-        )
-        return self.half.step(
-            SimpleNamespace(
-                kv_connector_block_state=Told(states),
-                scheduled_new_reqs=[],
-                scheduled_cached_reqs=cached,
-                num_scheduled_tokens={"one": more},
-                scheduled_spec_decode_tokens={},
-                total_num_scheduled_tokens=more,
-            )
-        )
+        cached = {"req_ids": ["one"], "num_computed_tokens": [computed]}
+        return self.half.step(planned((), {"one": more}, Told(states), **cached))
 
 
 def blocks(jobs, place):

@@ -1,7 +1,6 @@
 """The connector's scheduler half over a real Store with hand-turned lanes and clock: what of a hit
 it takes, and when it gives up waiting."""
 
-import importlib
 import warnings
 from collections import Counter
 from functools import partial
@@ -20,7 +19,14 @@ from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
 from tests.unit.scheduler_half import scheduler_half
-from tests.unit.vllm_request import vllm_request
+from tests.unit.vllm_request import planned, vllm_request
+
+with warnings.catch_warnings():  # vLLM warns while it is imported
+    warnings.simplefilter("ignore")
+    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
+    from kvtier.connectors.vllm.metadata import StepReport
+    from kvtier.connectors.vllm.stats import TierMetrics, TierStats
+    from kvtier.load_policy.decide import LoadPolicy
 
 pytestmark = pytest.mark.vllm
 
@@ -31,18 +37,8 @@ PER_TOKEN = 1 / 64
 """A chunk of 32 tokens takes half a second to compute."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
-
-
 def report(**fields):
     """What workers say of a step."""
-    from kvtier.connectors.vllm.metadata import StepReport
-
     return StepReport(**fields)
 
 
@@ -64,9 +60,6 @@ class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
     def __init__(self, *, always=False, known=True, slots=8, ranks=1, slowest_s=0.0, **duty):
-        from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-        from kvtier.load_policy.decide import LoadPolicy
-
         self.clock = Clock(100.0)
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
@@ -137,13 +130,13 @@ class Bench:
         new = SimpleNamespace(
             req_id=request.request_id, block_ids=([*range(1, 100)],), num_computed_tokens=0
         )
-        for job in self.half.step(_planned([new], request.num_tokens)).saves:
+        for job in self.half.step(planned([new], {request.request_id: request.num_tokens})).saves:
             self.half.report(report(done=Counter({job.number: 1})))
         self.lane.run()
 
     def stepped(self):
         """A step with nothing to compute, as between two rounds of vLLM's questions."""
-        self.half.step(_planned([], 0))
+        self.half.step(planned())
 
     def served(self, request):
         """A request from its arrival to its end. Returns what vLLM's metrics are told of it."""
@@ -156,20 +149,6 @@ class Bench:
         return {
             name: count for name, count in self.store.stats().items() if name.startswith("declined")
         }
-
-
-def _planned(new, tokens):
-    """A scheduler's output: each of the ``new`` requests computes so many tokens."""
-    none = SimpleNamespace(
-        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-    )
-    return SimpleNamespace(
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=none,
-        num_scheduled_tokens={one.req_id: tokens for one in new},
-        scheduled_spec_decode_tokens={},
-        total_num_scheduled_tokens=tokens * len(new),
-    )
 
 
 def prompt(chunks, request_id="one", *, salt=None, first=0):
@@ -384,26 +363,6 @@ def test_what_has_stopped_coming_of_a_load_on_a_guess_is_left_after_one_time_out
     done(bench, request)
 
 
-def test_a_wrong_guess_of_an_engine_that_knows_nothing_costs_one_prompt():
-    bench = Bench(known=False)
-    first, second = prompt(6), prompt(6, "two", first=1)
-    for request, loaded in ((first, 6), (second, 0)):
-        bench.hold(request.all_token_ids[:-1], read_s=5.0)
-        tokens = bench.waits_until_idle(request) or 0
-        assert tokens == loaded * CHUNK
-        bench.ended(request, tokens)
-        step = bench.half.step(_planned([], 0)).number
-        bench.half.report(report(step=step))
-        number = bench.load_policy.planned(Work.of([(20, tokens)]))
-        bench.clock.now += 20 * PER_TOKEN
-        bench.load_policy.ended(number, 0, 0.0, 0.0)
-        done(bench, request)
-    assert bench.counts() == {"declined_slower": 6}
-
-
-# ---- where the bytes of a hit came from ----------------------------------------------------------
-
-
 def test_a_load_that_is_cut_at_its_deadline_names_the_tier_that_has_brought_it():
     bench, request = Bench(), prompt(6)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
@@ -457,21 +416,12 @@ def test_a_chunk_that_ram_has_no_slot_for_is_refused():
     done(bench, request)
 
 
-def test_chunks_that_came_meanwhile_are_taken_when_vllm_asks_again():
-    bench, request = Bench(), prompt(4)
-    assert bench.matched(request) == 0
-    with bench.store.save(LAYOUT.keys(request.all_token_ids[:-1])) as lease:
-        lease.commit()
-    assert bench.matched(request) == 4 * CHUNK
-    done(bench, request)
-
-
 def test_a_step_tells_the_judge_what_it_computes():
     bench, request = Bench(known=False), prompt(40)
     new = SimpleNamespace(req_id="one", block_ids=([*range(80)],), num_computed_tokens=0)
     bench.matched(request)
     for _ in range(2):
-        metadata = bench.half.step(_planned([new], 1024))
+        metadata = bench.half.step(planned([new], {"one": 1024}))
         bench.clock.now += 20.0
         bench.half.report(
             report(step=metadata.number, load_s=1.0, loaded_tokens=2 * BLOCK, save_s=3.0)
@@ -479,9 +429,6 @@ def test_a_step_tells_the_judge_what_it_computes():
     hit = prompt(6, "two")
     bench.hold(hit.all_token_ids[:-1], read_s=0.6)
     assert bench.matched(hit) == 0, "1,024 tokens take 16 s: a chunk is computed in half a second"
-
-
-# ---- loads that a request waits for --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shares_blocks", [True, False])
@@ -526,28 +473,6 @@ def test_requests_that_wait_claim_half_of_what_the_engine_may_hold_and_the_first
     bench.store.check(idle=True)
 
 
-def test_what_a_load_costs_in_a_busy_engine_counts():
-    """64 tokens take a second to compute. A load of 96 tokens copies for 0.3 s: at once where
-    nobody computes, in slices of 5 ms where each slice comes with a step of others."""
-    from kvtier.load_policy.choose import HitEnd
-    from kvtier.load_policy.decide import LoadPolicy
-
-    def chosen(busy, slice_s):
-        clock = Clock(100.0)
-        load_policy = LoadPolicy(
-            60.0, prefill=Prefill(PrefillTime(1 / 64)), slice_s=slice_s, clock=clock
-        )
-        for _ in range(3):
-            number = load_policy.planned(Work.of([(1, 500)]))
-            clock.now += 0.34  # a step of 40 ms, made longer by the copy
-            load_policy.ended(number, 96, 0.3, 0.0)
-        return load_policy.choose([HitEnd(3 * CHUNK, 0.0)], 0, busy=busy).row
-
-    assert chosen(busy=False, slice_s=(0.005, 0.05)) == 0
-    assert chosen(busy=True, slice_s=None) == 0
-    assert chosen(busy=True, slice_s=(0.005, 0.05)) is None, "61 steps of 40 ms are more than 1.5 s"
-
-
 def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_error(caplog):
     bench, request = Bench(), prompt(3)
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
@@ -560,9 +485,6 @@ def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_erro
     assert set(bench.store.every_key()) == held
     assert caplog.text.count("kvtier keeps and serves nothing in this engine") == 1
     done(bench, request)
-
-
-# -- every chunk under one reason ------------------------------------------------------------------
 
 
 def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it():
@@ -687,8 +609,6 @@ def test_prompts_shorter_than_a_chunk_are_told_of(caplog):
 
 
 def test_vllm_shows_misses_by_reason_and_that_nothing_is_ever_hit():
-    from kvtier.connectors.vllm.stats import TierMetrics, TierStats
-
     registry = CollectorRegistry()
     kinds = {kind: partial(kind, registry=registry) for kind in (Counted, Gauge, Histogram)}
     shown = TierMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})

@@ -1,6 +1,5 @@
 """Engines over several hosts: what is refused, whose parts lie where, and what a worker takes."""
 
-import importlib
 import warnings
 from types import SimpleNamespace
 
@@ -13,6 +12,15 @@ from kvtier.core.pool import Pool
 from tests.unit.connectors.test_vllm_identity import engine, folder
 from tests.unit.connectors.test_vllm_layout import cache, laid_out, rank
 
+with warnings.catch_warnings():  # vLLM warns while it is imported
+    warnings.simplefilter("ignore")
+    from vllm.config import ParallelConfig
+
+    from kvtier.connectors.vllm import layout as hosts
+    from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
+    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+    from kvtier.connectors.vllm.worker_side.own_host import OwnHost
+
 pytestmark = pytest.mark.vllm
 
 __all__ = ["folder"]
@@ -20,25 +28,13 @@ __all__ = ["folder"]
 TWO = "unix:///run/kvtier.sock,tcp://b:9600"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hosts():
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("kvtier.connectors.vllm.layout")
-
-
 def parallel(replicas=1, **other):
-    from vllm.config import ParallelConfig
-
     many = {"data_parallel_size": replicas, "data_parallel_size_local": 1}
     return ParallelConfig(**{"nnodes": 2, "tensor_parallel_size": 2} | many | other)
 
 
 def refuse(config, **other):
-    from kvtier.connectors.vllm import layout
-
-    layout.refuse_hosts(parallel(**other), config.server, spans=config.engine.spans)
+    hosts.refuse_hosts(parallel(**other), config.server, spans=config.engine.spans)
 
 
 @pytest.mark.parametrize(
@@ -58,63 +54,60 @@ def refuse(config, **other):
         (Config().with_keys(server=TWO, spans=True), "spans=true is for engines on one host"),
     ],
 )
-def test_an_engine_over_two_hosts_asks_for_a_server_on_each(hosts, config, why):
+def test_an_engine_over_two_hosts_asks_for_a_server_on_each(config, why):
     with pytest.raises(ConfigError, match=why):
         refuse(config)
 
 
-def test_context_parallelism_over_hosts_is_refused(hosts):
+def test_context_parallelism_over_hosts_is_refused():
     with pytest.raises(ConfigError, match="not keep with context parallelism"):
         refuse(Config().with_keys(server=TWO), decode_context_parallel_size=2)
 
 
-def test_an_engine_with_a_server_on_each_host_is_taken(hosts):
+def test_an_engine_with_a_server_on_each_host_is_taken():
     refuse(Config().with_keys(server=TWO))
 
 
-def test_with_data_parallelism_over_two_hosts_each_engine_is_on_one_of_them(hosts):
+def test_with_data_parallelism_over_two_hosts_each_engine_is_on_one_of_them():
     refuse(Config(), replicas=2)
     with pytest.raises(ConfigError, match=r"names 2 servers .* has one host"):
         refuse(Config().with_keys(server=TWO), replicas=2)
 
 
-def split(hosts, given, ranks, *, replicated=False):
+def split(given, ranks, *, replicated=False):
     layout, geometry, _ = laid_out(given, cache(), ranks)
     of = hosts.HostsOf(2, len(ranks) // 2)
     return hosts.by_host(layout, geometry, ranks, of, replicated=replicated)
 
 
-def test_a_hosts_slot_has_the_parts_of_its_own_ranks_alone(hosts, folder):
+def test_a_hosts_slot_has_the_parts_of_its_own_ranks_alone(folder):
     ranks = {(0, place): rank(block_bytes=(4096 * (1 + place),)) for place in range(4)}
-    (one, other), parts = split(hosts, engine(folder), ranks)
+    (one, other), parts = split(engine(folder), ranks)
     assert (one.rank_block_bytes, other.rank_block_bytes) == ((4096, 8192), (12288, 16384))
     blocks = one.blocks_per_chunk
     assert parts == tuple(((first * blocks, True),) for first in (0, 4096, 0, 12288))
 
 
-def test_ranks_with_the_same_kv_share_a_part_within_their_host(hosts, folder):
+def test_ranks_with_the_same_kv_share_a_part_within_their_host(folder):
     ranks = {(0, place): rank() for place in range(4)}
-    layouts, parts = split(hosts, engine(folder), ranks, replicated=True)
+    layouts, parts = split(engine(folder), ranks, replicated=True)
     assert [one.rank_block_bytes for one in layouts] == [(4096,), (4096,)]
     assert parts == tuple(((0, writes),) for writes in (True, False, True, False))
 
 
-def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(hosts, folder):
+def test_the_place_of_a_host_and_their_number_are_in_its_fingerprint(folder):
     """Hosts with equal parts may have a tier in common."""
     given, ranks = engine(folder), {(0, place): rank() for place in range(6)}
-    whole = laid_out(given, cache(), ranks)
+    whole, geometry, _ = laid_out(given, cache(), ranks)
     by_two, by_three = (
-        hosts.by_host(*whole[:2], ranks, hosts.HostsOf(count, 6 // count), replicated=False)[0]
+        hosts.by_host(whole, geometry, ranks, hosts.HostsOf(count, 6 // count), replicated=False)[0]
         for count in (2, 3)
     )
-    every = [whole[0], *by_two, *by_three]
+    every = [whole, *by_two, *by_three]
     assert len({one.fingerprint for one in every}) == len(every)
 
 
 def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(tmp_path):
-    from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
-    from kvtier.connectors.vllm.worker_side.own_host import OwnHost
-
     pools = Pool(3, 4096), Pool(5, 4096)
     both = HostsPool(pools)
     addresses = tuple(PoolAddress(f"/{one.slots}", None, one.slots, 4096, ()) for one in pools)
@@ -134,14 +127,12 @@ def test_a_worker_takes_the_slots_of_its_host_and_leaves_out_what_is_there(tmp_p
         one.close()
 
 
-def test_a_hosts_ranks_follow_one_another(hosts):
+def test_a_hosts_ranks_follow_one_another():
     of = hosts.HostsOf.of(SimpleNamespace(nnodes_within_dp=2, world_size=4))
     assert [of.of_rank(number) for number in range(4)] == [0, 0, 1, 1]
 
 
-def test_a_job_is_confirmed_by_the_ranks_of_all_hosts(hosts, folder):
-    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
-
+def test_a_job_is_confirmed_by_the_ranks_of_all_hosts(folder):
     ranks = {(0, place): rank() for place in range(4)}
-    _, parts = split(hosts, engine(folder), ranks)
+    _, parts = split(engine(folder), ranks)
     assert Jobs(parts, lambda: 0.0).ranks == len(ranks)

@@ -3,15 +3,32 @@ what the row says."""
 
 import ast
 import re
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvtier.core.errors import LayoutError
 from tests import marked_tables
 from tests.conftest import ROOT, vllm_source, vllm_versions
 from tests.unit.connectors.test_vllm_layout import spec
+
+with warnings.catch_warnings():  # vLLM warns while it is imported
+    warnings.simplefilter("ignore")
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import (
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheLayout,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    from kvtier.connectors.vllm.groups import Geometry, Kind
+    from kvtier.connectors.vllm.layout import kept
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
 BASES = {"KVCacheSpec", "AttentionSpec"}
@@ -72,10 +89,6 @@ MADE: dict[str, dict[str, Any]] = {
 
 def verdict_on(name):
     """Beside full attention, as such layers are."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-    from kvtier.connectors.vllm.layout import kept
-
     given = MADE[name]
     layer = spec(name.partition(" ")[0], **given)
     groups = [
@@ -99,9 +112,6 @@ def test_each_spec_is_treated_as_its_row_says():
 def v4_layers():
     """Six layers as DeepSeek V4 has them: every one with a window, every second with compressed
     keys of 4 tokens a state and an indexer's, the others of 128 tokens a state."""
-    import torch
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
-
     packed: dict[str, Any] = {
         "num_kv_heads": 1,
         "head_size": 584,
@@ -133,12 +143,6 @@ def v4_layers():
 
 def test_deepseek_v4_keeps_its_latents_whole_and_the_tails_of_its_windows():
     """Its groups are made by vLLM's own planner."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
-
-    from kvtier.connectors.vllm.groups import Geometry, Kind
-    from kvtier.connectors.vllm.layout import kept
-
     cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC)
     scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
     config: Any = SimpleNamespace(
@@ -165,10 +169,6 @@ def test_deepseek_v4_keeps_its_latents_whole_and_the_tails_of_its_windows():
 
 def kept_beside_full_attention(**layers):
     """``layers``: the specs of another cache group."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
-
-    from kvtier.connectors.vllm.layout import kept
-
     block = next(iter(layers.values())).block_size
     spec_of_all = UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=layers)
     groups = [

@@ -27,10 +27,7 @@ def warned(caplog):
 
 @pytest.mark.parametrize(
     ("path", "size", "said"),
-    [
-        ("/proc/x", "1GiB", "nvme_path=/proc/x"),
-        ("{here}/kv", "1000TiB", "lower nvme_bytes below"),
-    ],
+    [("/proc/x", "1GiB", "nvme_path=/proc/x"), ("{here}/kv", "1000TiB", "lower nvme_bytes below")],
 )
 def test_an_engine_does_not_start_with_a_folder_that_can_never_work(
     scheduled_model, tmp_path, monkeypatch, path, size, said

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.vllm_request import planned
+
 with warnings.catch_warnings():  # importing vLLM warns
     warnings.simplefilter("ignore")
     from kvtier.connectors.vllm.tables import BlockTables
@@ -17,8 +19,7 @@ def step(new=None, added=None, resumed=()):
     first = [] if new is None else [SimpleNamespace(req_id="one", block_ids=(list(new),))]
     again = [] if new is not None else ["one"]
     blocks = [None if added is None else (list(added),)] * len(again)
-    cached = SimpleNamespace(req_ids=again, new_block_ids=blocks, resumed_req_ids=set(resumed))
-    return SimpleNamespace(scheduled_new_reqs=first, scheduled_cached_reqs=cached)
+    return planned(first, req_ids=again, new_block_ids=blocks, resumed_req_ids=set(resumed))
 
 
 def test_a_table_grows_at_its_end():

@@ -2,8 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +14,6 @@ pytestmark = pytest.mark.vllm
 
 PROMPT = list(range(100, 100 + 4 * CHUNK + 1))
 HEADERS = {"traceparent": TRACEPARENT}
-
-Told = Callable[[str, str], list[Any]]
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,6 @@ from tests.unit.paged_engines import (
 from tests.unit.paged_streams import Held, Inline
 from tests.unit.triton_interpreter import interpreted
 
-Make = Callable[["Engine"], PagedBlocks]
-
-
-Place = tuple[torch.device, Callable[[], dict[str, Any]]]
-"""Where the blocks lie, and what more :class:`PagedBlocks` is given there."""
-
 WHOLE, IN_PIECES = 10000, 1600
 """Bytes of staging memory: for some chunks of the engines here, or for two regions of the
 largest."""

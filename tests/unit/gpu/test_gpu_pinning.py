@@ -1,12 +1,11 @@
 """Page-locking of a pool, against a stand-in for the driver."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import math
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ class Driver:
         self.limit = limit
         self.threads: set[str] = set()
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
         assert flags == 0
         self.threads.add(threading.current_thread().name)
         if len(self.held) >= self.limit:
@@ -45,7 +44,7 @@ class Driver:
         self.held[address] = size
         return Code.SUCCESS
 
-    def cudaHostUnregister(self, address: int) -> Code:  # noqa: N802
+    def cudaHostUnregister(self, address):  # noqa: N802
         del self.held[address]
         return Code.SUCCESS
 
@@ -58,17 +57,11 @@ def covered(pinning, pool):
     return [covers(pinning, slot_tensor(pool.view(slot))) for slot in range(pool.slots)]
 
 
-def started(pool, driver, piece=5 * 4096, *, is_lent=False):
+def started(pool, driver, piece=5 * 4096, span=None, *, is_lent=False, **more):
     lane = ManualLane()
-    pinning = Pinning(
-        None,
-        runtime=driver,
-        lane=lane,
-        piece_bytes=piece,
-        capturing=lambda: False,
-        rest=lambda _: None,
-    )
-    pinning.begin(pool.buffer, pool.slot_bytes, is_lent=is_lent)
+    given = {"capturing": lambda: False, "rest": lambda _: None} | more
+    pinning = Pinning(None, runtime=driver, lane=lane, piece_bytes=piece, **given)
+    pinning.begin(pool.buffer, pool.slot_bytes, *([span] if span else []), is_lent=is_lent)
     return pinning, lane
 
 
@@ -131,10 +124,9 @@ MIB = 1 << 20
     ],
 )
 def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it(span, locked):
-    pool, driver, lane = Pool(2, 8 * MIB), Driver(), ManualLane()
+    pool, driver = Pool(2, 8 * MIB), Driver()
     base = slot_tensor(pool.buffer).data_ptr()
-    pinning = Pinning(None, runtime=driver, lane=lane, piece_bytes=8 * MIB, rest=lambda _: None)
-    pinning.begin(pool.buffer, pool.slot_bytes, span)
+    pinning, lane = started(pool, driver, 8 * MIB, span)
     for slot in range(2):
         assert not covers(pinning, slot_tensor(pool.view(slot)[slice(*span)]))
         lane.turn()
@@ -149,32 +141,19 @@ def test_a_rank_locks_its_own_part_of_each_slot_unless_it_is_small_or_most_of_it
 
 
 def test_the_lane_rests_between_pieces_as_long_as_the_driver_took():
-    pool, lane, rests = Pool(3, SLOT), ManualLane(), list[tuple[float, int]]()
-
-    class Slow(Driver):
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
-            threading.Event().wait(0.02)  # a driver takes its time
-            return super().cudaHostRegister(address, size, flags)
-
-    rest: Callable[[float], object] = lambda seconds: rests.append((seconds, len(lane)))  # noqa: E731
-    pinning = Pinning(None, runtime=Slow(), lane=lane, piece_bytes=SLOT, rest=rest)
-    pinning.begin(pool.buffer, SLOT)
+    rests: list[tuple[float, int]] = []
+    lane: Any
+    _, lane = started(
+        Pool(3, SLOT), SlowDriver(), SLOT, rest=lambda seconds: rests.append((seconds, len(lane)))
+    )
     lane.run()
     assert len(rests) == 2, "nothing rests after the last"
-    assert all(0.02 <= seconds < 10 and queued == 0 for seconds, queued in rests)
+    assert all(0.09 <= seconds < 10 and queued == 0 for seconds, queued in rests)
 
 
 def test_nothing_is_locked_while_a_graph_is_captured():
-    pool, driver, lane, capturing = Pool(3, SLOT), Driver(), ManualLane(), [False]
-    pinning = Pinning(
-        None,
-        runtime=driver,
-        lane=lane,
-        piece_bytes=SLOT,
-        capturing=lambda: capturing[0],
-        rest=lambda _: None,
-    )
-    pinning.begin(pool.buffer, SLOT)
+    pool, driver, capturing = Pool(3, SLOT), Driver(), [False]
+    pinning, lane = started(pool, driver, SLOT, capturing=lambda: capturing[0])
     lane.turn()
     capturing[0] = True
     pinning.look()
@@ -197,7 +176,7 @@ class SlowDriver(Driver):
         super().__init__()
         self.entered = threading.Event()
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
         self.entered.set()
         threading.Event().wait(0.1)
         return super().cudaHostRegister(address, size, flags)
@@ -295,9 +274,6 @@ def test_locking_holds_no_view_of_the_region():
     pool.buffer.release()  # raises BufferError while anything still looks at it
 
 
-# ---- pools that a server lends -------------------------------------------------------------------
-
-
 @pytest.fixture
 def two_ahead(monkeypatch):
     monkeypatch.setattr("kvtier.gpu.pinning._AHEAD_BYTES", 2 * SLOT)
@@ -332,7 +308,7 @@ class Pages(Driver):
         self.has: dict[int, int] = {}
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
         assert address not in self.held, "the driver refuses what is locked"
         self.has[address] = self.replaced
         self.meanwhile()

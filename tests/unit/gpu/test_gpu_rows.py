@@ -36,8 +36,6 @@ MIB = 1 << 20
 _NO_RESERVE = 0x4000
 """Linux's ``MAP_NORESERVE``."""
 
-# ---- staging memory ------------------------------------------------------------------------------
-
 
 def launches(plan, chunks):
     """Launches of a load of so many chunks."""
@@ -107,9 +105,6 @@ def test_an_engine_without_room_for_staging_is_refused_at_its_start():
         PagedBlocks(regions_of(engine.caches, BLOCKS), BLOCKS_PER_CHUNK, streams=Held(room=767))
 
 
-# ---- launches ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["save", "load"])
 @pytest.mark.parametrize("name", ["LBHNC", "keys_and_values_apart", "unequal_layers"])
 def test_one_launch_moves_many_chunks_of_all_regions(way, name):
@@ -146,9 +141,6 @@ def test_one_launch_moves_many_chunks_of_all_regions(way, name):
 
     assert made[0].launches == 3
     assert len(queued) == 2 * 3, "the DMAs of a batch are queued together"
-
-
-# ---- the kernel beside torch's way ---------------------------------------------------------------
 
 
 def batch_of(engine_groups, plan, number, dice):
@@ -271,9 +263,6 @@ def test_the_kernel_compiles_for_devices_that_are_not_here(target, word, tmp_pat
     )
     made = triton.compile(source, target=triton.backends.compiler.GPUTarget(*target))
     assert {"cubin", "hsaco"} & made.asm.keys()
-
-
-# ---- without Triton ------------------------------------------------------------------------------
 
 
 class OnCuda:

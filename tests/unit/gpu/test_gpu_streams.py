@@ -85,9 +85,6 @@ def held(part):
     return [value_of(rows[:, index]) for index in range(PER_CHUNK)]
 
 
-# ---- saves ---------------------------------------------------------------------------------------
-
-
 def test_a_save_returns_before_anything_ran_and_is_done_after_its_dma():
     machine, part = Machine(), slot()
     before = machine.streams.turns
@@ -157,9 +154,6 @@ def test_an_engine_whose_blocks_stay_as_they_are_waits_for_no_dma_until_they_may
     assert machine.blocks([0, 3]) == [99, 99]
 
 
-# ---- loads ---------------------------------------------------------------------------------------
-
-
 def test_neither_the_forward_pass_nor_the_host_waits_for_a_load():
     machine, seen = Machine(), list[list[int]]()
     before = machine.streams.turns
@@ -197,9 +191,6 @@ def test_a_load_tells_how_long_the_device_took_for_it():
     machine.streams.run()
     assert copy.done()
     assert copy.seconds
-
-
-# ---- slots that are not page-locked --------------------------------------------------------------
 
 
 def test_an_unlocked_slot_is_written_by_the_host_once_the_dma_into_a_buffer_is_through():
@@ -247,9 +238,6 @@ def test_locked_slots_need_no_buffer_at_all():
     machine.save(slot(), [0, 1, 2]).wait()
     machine.load(slot(), [0, 1, 2]).wait()
     assert machine.streams.host_buffers == 0
-
-
-# ---- failures ------------------------------------------------------------------------------------
 
 
 def fail_at(machine, call):
@@ -310,9 +298,6 @@ def test_a_copy_that_failed_on_the_device_is_never_done(locked):
             copy.done()
         with pytest.raises(RuntimeError, match="illegal memory access"):
             copy.wait()
-
-
-# ---- every order ---------------------------------------------------------------------------------
 
 
 class Walk:
@@ -427,9 +412,6 @@ def test_no_order_that_a_device_could_choose_gives_a_wrong_byte(seed):
     for _ in range(40):
         walk.step()
     walk.end()
-
-
-# ---- CUDA's own ----------------------------------------------------------------------------------
 
 
 def test_cuda_streams_are_torchs_own(monkeypatch):

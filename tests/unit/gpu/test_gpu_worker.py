@@ -1,7 +1,6 @@
 """The connector's worker half: what is confirmed when, what failures spoil, how long copies make a
 step."""
 
-import importlib
 import os
 import time
 import warnings
@@ -28,7 +27,22 @@ from tests.unit.gpu.test_gpu_pinning import Driver
 from tests.unit.paged_streams import Held
 from tests.unit.scheduler_half import scheduler_half
 from tests.unit.still_model import StillModel
-from tests.unit.vllm_request import vllm_request
+from tests.unit.vllm_request import planned, vllm_request
+
+with warnings.catch_warnings():  # vLLM warns while it is imported
+    warnings.simplefilter("ignore")
+    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
+    from kvtier.connectors.vllm.metadata import (
+        Job,
+        LoadEnd,
+        Move,
+        PoolAddress,
+        StepMetadata,
+        StepReport,
+    )
+    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
+    from kvtier.load_policy.decide import LoadPolicy
 
 pytestmark = pytest.mark.vllm
 
@@ -37,18 +51,7 @@ SLOT = PER_CHUNK * ROW
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.connectors.vllm.worker_side.worker")
-        importlib.import_module("kvtier.connectors.vllm.scheduler_side.scheduler")
-
-
 def _layers():
-    from kvtier.connectors.vllm.worker_side.worker import GroupLayers
-
     return GroupLayers(frozenset({"layer.0"}), PER_CHUNK, BLOCKS)
 
 
@@ -58,9 +61,6 @@ class Rank:
     It stands still unless a test gives another."""
 
     def __init__(self, *, held=True, clock=lambda: 0.0, slot_bytes=SLOT, parts=(((0, True),),)):
-        from kvtier.connectors.vllm.metadata import PoolAddress
-        from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
-
         self.pool = Pool(4, slot_bytes)
         self.address = PoolAddress(self.pool.path, None, 4, slot_bytes, parts)
         self.cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8)
@@ -77,14 +77,10 @@ class Rank:
         self.number = 0
 
     def job(self, number, slots, blocks):
-        from kvtier.connectors.vllm.metadata import Job, Move
-
         return Job(number, self.address, [Move(0, slots, blocks)], f"r{number}", len(blocks))
 
     def step(self, loads=(), saves=(), seen=0, forward=None, renewed=()):
         """vLLM's calls of one step, in its order; the report."""
-        from kvtier.connectors.vllm.metadata import StepMetadata
-
         self.number += 1
         computes = forward is not None
         loads, known = list(loads), Counter({0: seen})
@@ -328,8 +324,6 @@ def test_loads_that_wait_for_their_turn_fail_when_the_weights_are_replaced():
 
 def two_parts(rank, *slots):
     """Of a load of six blocks, of which its end keeps the first four."""
-    from kvtier.connectors.vllm.metadata import LoadEnd
-
     blocks, end = ([1, 2], [4, 5]), LoadEnd(9, "one", [1, 2, 4, 5, 6, 7], 4)
     return [
         replace(
@@ -408,8 +402,6 @@ def test_what_new_weights_computed_is_not_saved_under_the_old_ones_keys(rank):
 
 
 def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning():
-    from kvtier.connectors.vllm.metadata import Job, Move
-
     rank = Rank(held=False)
     for block, value in enumerate((11, 12, 21, 22), start=1):
         rank.cache[block] = value
@@ -421,8 +413,6 @@ def test_a_load_that_begins_inside_a_chunk_takes_the_next_one_from_its_beginning
 
 
 def test_every_rank_s_word_on_a_job_counts():
-    from kvtier.connectors.vllm.metadata import StepReport
-
     one = StepReport(done=Counter({1: 1, 2: 1}), failed=Counter({3: 1}))
     one.replacements[0] = 1
     other = StepReport(
@@ -481,23 +471,6 @@ def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step():
     rank.address = server
     assert not rank.step().unmapped, "a server may come back"
     rank.half.close()
-
-
-def test_a_pool_is_locked_from_the_first_step_on_that_names_it_and_not_while_a_graph_is_captured(
-    rank,
-):
-    driver, lane, capturing = Driver(), ManualLane(), [True]
-    rank.half._pools._pinning = Pinning(
-        None, runtime=driver, lane=lane, capturing=lambda: capturing[0]
-    )
-    rank.step()
-    assert set(rank.half._pools.mapped) == {rank.address}, "no job has come yet"
-    lane.run()
-    assert not driver.held
-    capturing[0] = False
-    rank.step()
-    lane.run()
-    assert sum(driver.held.values()) == 4 * SLOT
 
 
 def test_a_rank_locks_its_own_part_of_the_pool(rank):
@@ -569,8 +542,6 @@ def test_a_servers_pool_is_mapped_early_once_and_may_be_away(rank, monkeypatch):
 def test_the_pool_of_a_restarted_server_is_mapped_anew_though_it_lies_where_the_last_one_did():
     """No step may have come in between. What a worker copied from the pool of before would be the
     KV of other tokens."""
-    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
-
     rank = Rank(held=False, clock=time.perf_counter)
     jobs = Jobs(rank.address.parts, time.monotonic)
     server, restarted = Pool(4, SLOT), Pool(4, SLOT)
@@ -597,8 +568,6 @@ def test_the_pool_of_a_restarted_server_is_mapped_anew_though_it_lies_where_the_
 
 @pytest.mark.parametrize("kind", ["xpu", "meta"])
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(kind):
-    from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
-
     cache = torch.zeros(BLOCKS, ROW, dtype=torch.uint8, device="meta")
     if kind == "xpu":  # there is none here: tensors of the kind cannot be made
         with pytest.MonkeyPatch.context() as patched:
@@ -623,27 +592,13 @@ def test_closing_waits_for_copies_under_way(rank):
     assert rank.held(0) == {7}
 
 
-# ---- both halves ---------------------------------------------------------------------------------
-
-
 def output(request=None, blocks=None):
     """vLLM's plan of a step: all of a new request, or nothing."""
-    new = (
-        []
-        if request is None
-        else [SimpleNamespace(req_id=request.request_id, block_ids=[blocks], num_computed_tokens=0)]
-    )
-    cached = SimpleNamespace(
-        req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
-    )
-    tokens = {} if request is None else {request.request_id: request.num_tokens}
-    return SimpleNamespace(
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=tokens,
-        scheduled_spec_decode_tokens={},
-        total_num_scheduled_tokens=sum(tokens.values()),
-    )
+    if request is None:
+        return planned()
+    name = request.request_id
+    new = SimpleNamespace(req_id=name, block_ids=[blocks], num_computed_tokens=0)
+    return planned([new], {name: request.num_tokens})
 
 
 def prompt():
@@ -655,9 +610,6 @@ LAYOUT = ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (S
 
 def scheduling(store, clock):
     """The scheduler's half for one rank."""
-    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-    from kvtier.load_policy.decide import LoadPolicy
-
     load_policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(1 / 64)), clock=clock)
     geometry = Geometry((Group(0, Kind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS)
     return scheduler_half(store, LAYOUT, geometry, (((0, True),),), load_policy)
@@ -721,8 +673,6 @@ def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
 def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_may_write_them(
     rank,
 ):
-    from kvtier.connectors.vllm.metadata import StepMetadata
-
     def step(number, value, saves=(), **says):
         metadata = StepMetadata(rank.address, number, computes=True, saves=list(saves), **says)
         rank.planned(metadata, rank.fill(2, value))

@@ -3,9 +3,6 @@ whatever it cannot read goes on as it came."""
 
 import asyncio
 import json
-import re
-import shlex
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,31 +16,12 @@ from kvtier.extensions.hint_dialects.middleware import Middleware
 from tests.clock import Clock
 
 CHAT = "/v1/chat/completions"
-WORDS = st.sampled_from(
-    [
-        "nvext",
-        "kv_hints",
-        "cache_control",
-        "agent_hints",
-        "priority",
-        "ttl",
-        "actions",
-        "payload",
-        "action_type",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "messages",
-        "content",
-        "system",
-        "session_id",
-        "vllm_xargs",
-        "kv_transfer_params",
-        "kvtier.over",
-        "kvtier.keep_s",
-        "kvtier.session",
-        "kvtier.bad_hints",
-    ]
-)
+WORDS = st.sampled_from([
+    "nvext", "kv_hints", "cache_control", "agent_hints", "priority", "ttl", "actions", "payload",
+    "action_type", "prompt_cache_options", "prompt_cache_retention", "messages", "content",
+    "system", "session_id", "vllm_xargs", "kv_transfer_params", "kvtier.over", "kvtier.keep_s",
+    "kvtier.session", "kvtier.bad_hints",
+])  # fmt: skip
 TALK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -219,19 +197,6 @@ class TestHeaders:
         assert carried(TALK, X_Dynamo_Session_Final="TRUE") == {"kvtier.over": True}
         assert carried(TALK, X_Dynamo_Session_Final="false") == {"kvtier.over": False}
         assert carried(TALK, X_Dynamo_Session_Final="perhaps") == {"kvtier.bad_hints": 1}
-
-    def test_the_readmes_curl(self):
-        """The one example of deploy/HINTS.md, as curl would send it."""
-        text = (Path(__file__).parents[4] / "deploy/HINTS.md").read_text()
-        (command,) = re.findall(r"```sh\n *(curl [^`]*X-Session-ID[^`]*)```", text)
-        words = shlex.split(command.replace("\\\n", " "))
-        headers = dict(
-            words[at + 1].split(": ", 1) for at, word in enumerate(words) if word == "-H"
-        )
-        (body,) = (words[at + 1] for at, word in enumerate(words) if word == "-d")
-        path = next(word for word in words if word.startswith("http")).partition("8000")[2]
-        said = understood(carried(json.loads(body), path, **headers))
-        assert said.session and said.hint == Hint(True, 1800.0) and "bad" not in said.kinds
 
 
 class TestWhateverComes:

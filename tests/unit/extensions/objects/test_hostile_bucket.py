@@ -43,9 +43,6 @@ def opened(bucket, clock=None):
     return ObjectTier(bucket, FORM, 64 * ROOM, CHUNK_BYTES, clock or Clock())
 
 
-# ---- answers -------------------------------------------------------------------------------------
-
-
 def test_an_object_without_end_is_a_miss_and_no_more_of_it_is_taken_than_a_chunk():
     with hostile(endless_object(ROOM, ENDLESS)) as (url, seen), operated(environment(url)):
         found = Bucket(URL, CHUNK_BYTES).get("endless", ROOM)
@@ -115,9 +112,6 @@ def test_a_flood_costs_the_librarys_process_its_limit_and_this_one_a_miss(missed
         tier.close()
 
 
-# ---- calls beside each other, and lists ----
-
-
 def test_each_call_has_its_own_part_of_the_memory():
     memory, said = mmap.mmap(-1, 4 * ROOM), (b"one", b"two")
     calls = BucketCalls(MemoryStore(), memory, ROOM)
@@ -136,9 +130,6 @@ def test_a_name_that_is_too_long_to_be_a_chunks_is_left_out_of_the_list():
         store.put(f"folder/{name}", b"")
     page = BucketCalls(store, mmap.mmap(-1, ROOM), ROOM).first_page(0, "folder") or []
     assert [name for name, *_ in page] == ["folder/short"]
-
-
-# ---- a start -------------------------------------------------------------------------------------
 
 
 class _Endless(MemoryBucket):
@@ -197,9 +188,6 @@ def test_a_bucket_that_keeps_metadata_is_silent(caplog):
     tier = opened(MemoryBucket())
     assert tier.write(KEYS[0], chunk(KEYS[0]), 7)
     assert tier.held_of(7) == ([KEYS[0]], True) and not caplog.text
-
-
-# ---- reads beside deletions ----------------------------------------------------------------------
 
 
 class _Reused(MemoryBucket):

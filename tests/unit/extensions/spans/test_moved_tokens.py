@@ -65,9 +65,6 @@ def test_a_form_that_loses_elements_is_refused():
         learned(engine.write, engine.cache, TOKENS, HEADS, (DIM, DIM + 1))
 
 
-# -- rotation --------------------------------------------------------------------------------------
-
-
 def tables(width, scale=1.0):
     """As vLLM has them: cosines, then sines."""
     angles = torch.arange(512)[:, None] * 10_000 ** (-torch.arange(0, width, 2) / width)

@@ -28,9 +28,6 @@ def alike(one, other):
     return min(len(one), len(other))
 
 
-# -- compose ---------------------------------------------------------------------------------------
-
-
 def test_parts_are_tokenised_one_by_one_and_told_where_they_lie():
     asked: list[str] = []
 
@@ -129,9 +126,6 @@ def test_a_part_that_is_none_is_named(parts, told):
 def test_an_unknown_order_is_refused():
     with pytest.raises(ConfigError, match="order='random': expected given or stable"):
         compose(spell, "a", ["b"], "c", cast(Any, "random"))
-
-
-# -- homes -----------------------------------------------------------------------------------------
 
 
 @given(anchor=TOKENS, documents=PARTS, chunk=st.integers(1, 9))

@@ -1,7 +1,6 @@
 """The worker's half of spans: tokens of slots, rotated, into blocks, if the rotation is seen to be
 right."""
 
-import importlib
 import itertools
 import warnings
 from types import SimpleNamespace
@@ -15,19 +14,17 @@ from kvtier.connectors.vllm.groups import SpanMove
 from kvtier.core.errors import LayoutError
 from kvtier.extensions.spans.packing import KeyRotation, rotation_of
 
+with warnings.catch_warnings():  # vLLM warns while it is imported
+    warnings.simplefilter("ignore")
+    from kvtier.connectors.vllm.groups import Kind
+    from kvtier.connectors.vllm.metadata import SpanJob
+    from kvtier.extensions.spans.mover import Mover, mover_of, rotation_of_model
+
 pytestmark = pytest.mark.vllm
 
 TOKENS, HEADS, DIM, LAYERS, BLOCKS = 4, 2, 8, 3, 10
 CHUNK = 2 * TOKENS
 SIZE = TOKENS * HEADS * DIM
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("kvtier.extensions.spans.mover")
 
 
 class RotaryEmbedding(nn.Module):
@@ -71,8 +68,6 @@ class Worker:
     """A rank whose slot 0 has a chunk of a home. A key is its token's, rotated to its position."""
 
     def __init__(self, home, model=None, compute=None, agree=bool):
-        from kvtier.extensions.spans.mover import Mover
-
         self.model: Any = model or LlamaForCausalLM()
         self.rotation: KeyRotation = rotation_of(
             RotaryEmbedding()._compute_cos_sin_cache(), DIM, True
@@ -113,8 +108,6 @@ TWINS = [(0, 4, 5)]
 
 
 def job(pieces, twins, blocks):
-    from kvtier.connectors.vllm.metadata import SpanJob
-
     return SpanJob(1, None, pieces, blocks, "r", 8, twins)  # type: ignore[arg-type]
 
 
@@ -216,16 +209,12 @@ def test_models_that_are_not_known_to_rotate_all_keys_alike_are_refused(make, to
 
 
 def test_a_table_shorter_than_the_longest_prompt_is_refused():
-    from kvtier.extensions.spans.mover import rotation_of_model
-
     model = LlamaForCausalLM()
     with pytest.raises(LayoutError, match="256 positions for prompts of 257"):
         rotation_of_model(list(model.layers), 257)
 
 
 def test_kv_that_lies_in_a_form_that_was_not_tried_is_refused():
-    from kvtier.extensions.spans.mover import Mover
-
     model = LlamaForCausalLM()
     layers = {f"{index}": layer for index, layer in enumerate(model.layers)}
     one = torch.zeros(BLOCKS, 2 * SIZE)
@@ -281,8 +270,6 @@ LatentLlama.__name__ = LlamaForCausalLM.__name__
 
 
 def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not():
-    from kvtier.extensions.spans.mover import Mover
-
     model = DeepseekV3ForCausalLM()
     layers = {f"{index}": layer for index, layer in enumerate(model.layers)}
     caches = {name: torch.zeros(BLOCKS, TOKENS, LATENT + DIM) for name in layers}
@@ -316,8 +303,6 @@ def test_of_latent_attention_the_key_is_rotated_and_the_latent_is_not():
     ids=["latents expanded to heads", "latents that are not known"],
 )
 def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(make, told):
-    from kvtier.extensions.spans.mover import rotation_of_model
-
     model = make()
     with pytest.raises(LayoutError, match=told):
         rotation_of_model(list(model.layers), 256)
@@ -335,9 +320,6 @@ def test_a_model_that_does_not_keep_what_it_is_known_to_keep_is_refused(make, to
 )
 def test_engines_in_which_nothing_is_moved_say_why(workers, parts, drafts, kinds, told, *, v2):
     """Two ranks of tensor parallelism. ``parts``: ranks that have parts of a prompt's tokens."""
-    from kvtier.connectors.vllm.groups import Kind
-    from kvtier.extensions.spans.mover import mover_of
-
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             world_size=workers, tensor_parallel_size=2, decode_context_parallel_size=parts

@@ -121,11 +121,7 @@ def test_every_token_is_loaded_once_from_the_home_it_belongs_to(on, totals):
     assert job.twins, "fillers are tokens that come twice"
     on.step()
     assert request.num_computed_tokens >= end
-    assert told(on, request) == {
-        "reused": end,
-        "computed": len(made.tokens) - end,
-        "missing": [],
-    }
+    assert told(on, request) == {"reused": end, "computed": len(made.tokens) - end, "missing": []}
     found = counts(on, totals)
     assert found["spans_moved"] + found["spans_kept"] == end
     assert found["spans_kept"] == made.ranges[1].end
