@@ -165,19 +165,6 @@ def test_a_shorter_hit_that_is_tried_next_has_no_new_deadline():
     bench.ends()
 
 
-def test_a_shorter_hit_names_the_tier_of_what_the_longer_one_has_brought():
-    bench = Bench()
-    bench.save(CHUNKS, 4096, LAST)
-    bench.restart()
-    del bench.tier.held[bench.behind(LAST)[0]]
-    assert bench.asks() is None
-    assert bench.waits() == 4096
-    claim = bench.prompt.claim
-    assert {*claim.lease.sources} == {"ram", "dict"}
-    assert {*claim.places(claim.lease)} == {"dict"}
-    bench.ends()
-
-
 @pytest.mark.parametrize(
     ("read_s", "promised"),
     [
@@ -240,9 +227,3 @@ def test_groups_of_which_nothing_is_kept_take_blocks_too():
     assert not granted.fits(_asks("other", 5 * 16)), "20 + 9 + 1 blocks, and 5 + 6 + 1"
     granted.gone("other")
     assert granted.fits(_asks("shorter", 4 * 16)), "20 + 9 + 1 blocks, and 4 + 5 + 1"
-
-
-def test_a_window_needs_its_span_and_a_step():
-    both = Bench().geometry
-    assert both.most_blocks(1_024, 64) == 1_024 // 16 + (512 + 64) // 16 + 1
-    assert both.most_blocks(160, 64) == 10 + 11

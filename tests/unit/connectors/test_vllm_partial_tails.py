@@ -96,33 +96,6 @@ def test_nothing_else_is_kept_as_a_tail(told, more):
     assert kept(told, **more) == []
 
 
-def stored(store, *ends):
-    """All pieces of the tails that end here, and of the chunks before."""
-    for end in ends:
-        one = prompt(TOKENS[: end + 1])
-        keys = [*one.chain.keys, tails().pieces(one, one.chain.keys, [(1, 9, end)], TABLES)[0]]
-        named = GEOMETRY.trunk_keys(one.chain.keys, len(one.chain.keys))
-        with store.save([*named, *keys[-1]]) as lease:
-            lease.commit()
-
-
-def test_the_last_end_before_the_last_token_is_found_and_loaded_as_a_block():
-    store = Store(Pool(16, SLOT))
-    stored(store, 832, 896)
-    for tokens, end in ((900, 896), (897, 896), (896, 832), (833, 832)):
-        one = prompt(TOKENS[:tokens])
-        hit = tails(store).hit(one, one.chain.keys, BLOCK)
-        assert hit.is_ready and hit.run.end == end
-        pieces = GEOMETRY.pieces(hit.run)
-        assert [(piece.group.number, piece.number) for piece in pieces] == [(0, 0), (0, 1), (1, 1)]
-    one = prompt(TOKENS[:832])
-    assert tails(store).hit(one, one.chain.keys, BLOCK) is None
-    one = prompt()
-    assert tails(store).hit(one, one.chain.keys, BLOCK, {896}).run.end == 832
-    one.claim.begin = 832
-    assert tails(store).hit(one, one.chain.keys, BLOCK, {896}) is None
-
-
 class Asked:
     """A store that notes what it is asked: with a server each question is a message."""
 
@@ -144,14 +117,6 @@ def test_a_prompts_ends_are_asked_of_once_and_in_one_message():
         assert ours.hit(one, one.chain.keys, BLOCK) is None
     ends = one.chain.within(1, one.request.all_token_ids, 2)[-2:-130:-1]
     assert store.questions == [("known", ends)], "the longest first, and not the whole prompt"
-
-
-def test_a_hit_within_a_block_takes_two_messages():
-    store = Store(Pool(16, SLOT))
-    stored(store, 800, 896)
-    asked, one = Asked(store), prompt()
-    assert tails(asked).hit(one, one.chain.keys, BLOCK).run.end == 896
-    assert [name for name, _ in asked.questions] == ["known", "lookup"]
 
 
 def unit(*, groups_=(FULL, STATE), size=BLOCK, drafts=None, told):
