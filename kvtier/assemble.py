@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.api import KVStore
-from kvtier.autoconfig.memory import require_ram
 from kvtier.client.client import Client
 from kvtier.client.hosts import Hosts
 from kvtier.config.keys import REMOTE_LATENCY_S, Config
@@ -25,7 +24,7 @@ from kvtier.core.terminal import size_text
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.load_policy.latency import Pace
-from kvtier.started import Started
+from kvtier.started import Started, require_ram
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.observer import Observer

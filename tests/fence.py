@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.autoconfig.memory import ram_room
+from kvtier.started import ram_room
 from tests.memory_cgroup import memory_cgroup
 from tests.mounts import mounted
 

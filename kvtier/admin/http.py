@@ -55,7 +55,7 @@ from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.extension import in_turns
-from kvtier.server.log_limit import LogLimit
+from kvtier.server.listening.strangers import LogLimit
 from kvtier.server.server import Server
 from kvtier.server.session import owners_session
 from kvtier.store.store import Store

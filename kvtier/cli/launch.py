@@ -18,7 +18,6 @@ from pathlib import Path
 from shlex import join, quote
 
 from kvtier.autoconfig.explain import settings_text
-from kvtier.autoconfig.memory import require_ram
 from kvtier.autoconfig.probe.gpus import shared_memory
 from kvtier.cli import ranks
 from kvtier.cli.checks.engine import allocator
@@ -44,7 +43,7 @@ from kvtier.core import processes
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
 from kvtier.core.terminal import size_text
-from kvtier.started import Started
+from kvtier.started import Started, require_ram
 from kvtier.tiers.nvme.disks import probe_disks
 from kvtier.tiers.nvme.in_use import wait_until_free
 

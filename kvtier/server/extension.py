@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GROUP = "kvtier.server_extensions"
 _OURS = {
-    "engine_index": "kvtier.extensions.engine_index.index:beside_server",
+    "engine_index": "kvtier.extensions.engine_index.follow:beside_server",
     "event_stream": "kvtier.extensions.event_stream.publishing:beside_server",
 }
 

@@ -19,8 +19,14 @@ from kvtier.core.secret_files import peer_uid
 from kvtier.protocol import wire
 from kvtier.server.connection import Connection
 from kvtier.server.listening.listeners import Listener
-from kvtier.server.listening.strangers import STRANGERS_S, Handshakes, Turns, accepted, origin_of
-from kvtier.server.log_limit import LogLimit
+from kvtier.server.listening.strangers import (
+    STRANGERS_S,
+    Handshakes,
+    LogLimit,
+    Turns,
+    accepted,
+    origin_of,
+)
 from kvtier.server.registry import SizeClasses
 from kvtier.server.session import Publication
 from kvtier.store.store import Store

@@ -18,7 +18,7 @@ from kvtier.connectors.vllm.extension import Extension
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
-from kvtier.server.log_limit import LogLimit
+from kvtier.server.listening.strangers import LogLimit
 from kvtier.tiers.registry import TIERS
 
 if TYPE_CHECKING:

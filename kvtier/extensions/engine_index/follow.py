@@ -19,16 +19,20 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import msgspec
 
-from kvtier.config.values import Stream
+from kvtier.admin.forms import EngineLookup, EngineTierLookup
+from kvtier.admin.status import EngineIndex, EngineStatus
+from kvtier.config.keys import Config
+from kvtier.config.values import Stream, parse_streams
 from kvtier.extensions import zmtp
 from kvtier.extensions.engine_index.kv_event_pieces import decoding
-from kvtier.extensions.engine_index.picture import Picture
-from kvtier.server.extension import in_turns
-from kvtier.server.log_limit import LogLimit
+from kvtier.extensions.engine_index.picture import Picture, PromptBlocks
+from kvtier.server.extension import ServerExtension, in_turns
+from kvtier.server.listening.strangers import LogLimit
+from kvtier.server.server import Server
 
 logger = logging.getLogger("kvtier.admin.engines")
 _strangers = logging.getLogger("kvtier.admin.engines.follow")
@@ -269,3 +273,39 @@ class _Follower:
 def _number(frame: bytearray) -> int | None:
     number = int.from_bytes(frame, "big")
     return number if len(frame) == 8 and number < _MOST_NUMBER else None
+
+
+_MOST_BLOCKS = 1 << 21
+"""Of all engines together: about 460 MB."""
+
+
+def beside_server(config: Config) -> FollowedEngines | None:
+    return FollowedEngines(parse_streams(config.admin.engines)) if config.admin.engines else None
+
+
+class FollowedEngines(EngineIndex, ServerExtension):
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._engines = [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
+
+    def beside(self, server: Server) -> AbstractAsyncContextManager[None]:
+        return following(self._engines, server.trouble)
+
+    def status(self) -> list[EngineStatus]:
+        return [
+            EngineStatus(
+                engine=engine.name,
+                followed=engine.followed,
+                blocks=dict(engine.picture.blocks),
+                ignored_blocks=engine.picture.ignored,
+                events={event: engine.counts[event] for event in EVENTS},
+            )
+            for engine in self._engines
+        ]
+
+    async def lookup(self, tokens: Sequence[int], salt: str | None) -> list[EngineLookup]:
+        prompt, found = PromptBlocks(tokens, salt), []
+        for engine in self._engines:
+            leading = await in_turns(engine.picture.lookup(prompt))
+            tiers = [EngineTierLookup(*pair) for pair in leading.items()]
+            found.append(EngineLookup(engine.name, leading.tokens, tiers, engine.followed))
+        return found

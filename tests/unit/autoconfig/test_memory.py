@@ -6,12 +6,11 @@ import re
 import pytest
 
 from kvtier.assemble import assemble
-from kvtier.autoconfig.memory import INDEX_BYTES, in_reserved_pages, require_ram
 from kvtier.cli.serve import Stores
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
-from kvtier.started import Started
+from kvtier.started import INDEX_BYTES, Started, in_reserved_pages, require_ram
 from kvtier.store.store import Store
 from tests.huge_pages import reserved_pages
 

@@ -12,7 +12,7 @@ from kvtier.connectors.vllm.extensions.hit_log import HitLog
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.protocol.wire import Reason
-from kvtier.server.log_limit import LogLimit
+from kvtier.server.listening.strangers import LogLimit
 from tests.clock import Clock
 from tests.unit.real_scheduler import CHUNK
 

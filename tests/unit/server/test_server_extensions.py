@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.engine_index.index import FollowedEngines
+from kvtier.extensions.engine_index.follow import FollowedEngines
 from kvtier.server import extension as seam
 
 AUDIT = seam.ServerExtension()
