@@ -1,9 +1,13 @@
 """What the NVMe tier's tests share: small slots, keys, and a read that fails the test when the tier
 lies."""
 
+from pathlib import Path
+
 from kvtier.core.chunk import ChunkLayout
 from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes
+from kvtier.tiers.nvme.tier import NvmeTier
 
 SLOT = 8192
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
@@ -12,6 +16,14 @@ LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
 def room(slots, slot_bytes=SLOT):
     """The fewest bytes for so many slots."""
     return table_bytes(slots) + slots * slot_bytes
+
+
+def opened(path, bytes_, slot_bytes):
+    """A tier, of several disks where the path has commas."""
+    folders = [Path(folder) for folder in path.split(",")]
+    if len(folders) == 1:
+        return NvmeTier(folders[0], bytes_, slot_bytes)
+    return DiskSet([DiskPlace(folder, bytes_, 2) for folder in folders], slot_bytes)
 
 
 def fill(tier, keys):

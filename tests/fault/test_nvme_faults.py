@@ -22,7 +22,7 @@ from kvtier.tiers.nvme.index import (
     payload_checksum,
 )
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, holds, room
+from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, holds, opened, room
 
 SLOTS = 8
 ROOM = room(SLOTS)
@@ -318,11 +318,11 @@ WRITER = """
 import os, random, sys
 from kvtier.core.chunk import ChunkLayout
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme.tier import NvmeTier
+from tests.nvme_place import opened
 path, room, slot, seed = sys.argv[1], *map(int, sys.argv[2:])
 keys = ChunkLayout(bytes(32), 1, 1, (slot,)).keys(range(40))
 rng = random.Random(seed)
-tier = NvmeTier(path, room, slot)
+tier = opened(path, room, slot)
 held = set(tier.recovered())
 os.write(1, b"!")
 for turn in range(5000):
@@ -336,7 +336,7 @@ for turn in range(5000):
         held.add(keys[index])
     if turn % 50 == 49:
         tier.close(sorted(held))
-        tier = NvmeTier(path, room, slot)
+        tier = opened(path, room, slot)
 """
 
 
@@ -355,17 +355,18 @@ def run_and_kill(path, size, seed):
     return told
 
 
-def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path):
-    size = room(24)
+@pytest.mark.parametrize("disks", [1, 4])
+def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path, disks):
+    size, path = room(24), ",".join(str(tmp_path / f"tier{at}") for at in range(disks))
     keys = LAYOUT.keys(range(40))
     acknowledged: set[int] = set()
     for seed in range(KILLS):
-        for event in run_and_kill(tmp_path / "tier", size, seed)[1:]:
+        for event in run_and_kill(path, size, seed)[1:]:
             if event < 128:
                 acknowledged.add(event)
             else:
                 acknowledged.discard(event - 128)
-        tier = NvmeTier(tmp_path / "tier", size, SLOT)
+        tier = opened(path, size, SLOT)
         found = {keys.index(key) for key in tier.recovered()}
         readable = held(tier, keys)
         assert readable == found, "after kill -9 (no power cut) what is found is whole"

@@ -25,7 +25,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.tiers.base import EVENTS, EventCounts, Tier
 from kvtier.tiers.nvme.index import slots_within, table_bytes
-from kvtier.tiers.nvme.set_disk import FROZEN_S, SetDisk
+from kvtier.tiers.nvme.set_disk import SetDisk
 from kvtier.tiers.nvme.tier import NvmeTier
 
 _LOG = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class DiskSet(Tier):
                     return None
                 if disk.calls < disk.most_calls:
                     return disk.begun()
-                disk.freed.wait(FROZEN_S)
+                disk.freed.wait(disk.frozen_s)
 
     def _end(self, disk: SetDisk, call: int, *, moved: bool, wrote: ChunkKey | None = None) -> bool:
         """Whether the disk is still well. If not, it owes the deletion of what it was given."""

@@ -16,7 +16,11 @@ from kvtier.tiers.breaker import OPENING_FAULTS, Breaker
 from kvtier.tiers.nvme.tier import NvmeTier
 
 FROZEN_S = 2.0
-"""A call that lasts longer than this is one of a disk that does not answer."""
+"""A call that lasts longer than this, and than a slow disk's, is one of a disk that hangs."""
+_SLOWEST_BYTES_S = 25e6
+"""Bytes a second of a disk that works, before its pace is known."""
+_LATE_FACTOR = 16
+"""Factor of the usual time of a call after which the disk hangs."""
 _FIRST_CALLS, _PACE_CALLS = 16, 64
 """Calls from which on a disk's pace is known, and calls that it is the average of."""
 _OUT_FACTOR = 4
@@ -55,6 +59,8 @@ class SetDisk:
         self.due = 0.0
         """The set's turn from which it gets the next chunk."""
         self._pace_s, self._paced = math.inf, 0
+        self.frozen_s = FROZEN_S
+        """Age of a call from which on the disk hangs. Read without the lock."""
         self._begun: dict[int, float] = {}
         self._calls = self._faults = 0
         self.oldest = math.inf
@@ -68,7 +74,7 @@ class SetDisk:
 
     def well(self) -> bool:
         """Without the lock: it is not left alone, and answers."""
-        return not self.away and self._clock() - self.oldest < FROZEN_S
+        return not self.away and self._clock() - self.oldest < self.frozen_s
 
     @property
     def well_tier(self) -> NvmeTier:
@@ -119,12 +125,14 @@ class SetDisk:
             sample = min(seconds, _OUT_FACTOR * self._pace_s)
             before = 0.0 if self._paced == 1 else self._pace_s
             self._pace_s = before + (sample - before) / self._paced
+            if (pace_s := self.pace_s) is not None:
+                self.frozen_s = max(FROZEN_S, _LATE_FACTOR * self.most_calls * pace_s)
         self._faults = faults
 
     def fault(self) -> str:
         """Why it has to be left alone from now on. Empty: it need not."""
-        if self._clock() - self.oldest >= FROZEN_S:
-            return f"a call has lasted {FROZEN_S:g} s"
+        if self._clock() - self.oldest >= self.frozen_s:
+            return f"a call has lasted {self.frozen_s:.1f} s"
         if self.breaker.open:
             return "its reads or writes fail: look at the kernel's log (dmesg)"
         return "its folder was removed or replaced" if self.tier and self.tier.trouble else ""
@@ -143,6 +151,8 @@ class SetDisk:
         """Open its folder. Returns what it holds, coldest first. Raises TierError."""
         tier = self._open(lent)
         self.tier, self._faults = tier, 0
+        slowest_s = self.most_calls * tier.slot_bytes / _SLOWEST_BYTES_S
+        self.frozen_s, self._paced = max(FROZEN_S, slowest_s), 0
         self._device = os.stat(self.folder).st_dev
         return tier.recovered()
 
