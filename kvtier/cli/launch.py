@@ -13,13 +13,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import join, quote
 
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.probe.gpus import shared_memory
-from kvtier.cli import ranks
+from kvtier.cli import ranks, secondary
 from kvtier.cli.checks.engine import allocator
 from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.key_flags import add_key_flags, given_keys
@@ -61,8 +61,8 @@ _USUAL_BLOCK_TOKENS = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "kvtier launch [--config YAML] [--properties FILE] [--print] [--KEY VALUE ...] -- "
-        "vllm serve MODEL ..."
+        "kvtier launch [--config YAML] [--properties FILE] [--print] [--tier] [--KEY VALUE ...] "
+        "-- vllm serve MODEL ..."
     )
     add = parser.add_argument
     add("--config", metavar="YAML", help="configuration file; sets KVTIER_CONFIG_FILE")
@@ -73,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--print",
         action="store_true",
         help="print the command as a line for the shell instead of running it",
+    )
+    add(
+        "--tier",
+        action="store_true",
+        help="vLLM's own OffloadingConnector, with a kvtier server as its secondary tier",
     )
     add_key_flags(parser, "engine")
     add("command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ...")
@@ -99,12 +104,15 @@ def run(arguments: argparse.Namespace) -> int:
     found = look(command.python, env)
     refuse_expandable_segments(command.arguments, env)
     command = command._replace(arguments=recomputing(command.arguments))
+    tier = tier_server(command, config.server, listen, arguments) if arguments.tier else ""
+    command = with_tier(command, started, tier)
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     shares = shares_server(command, config.server)
-    said.append(ranks_in_words(command, config.server, shares=shares))
+    said.append("" if tier else ranks_in_words(command, config.server, shares=shares))
     said.append(allocator(command.arguments, env, shared_memory()))
     final = with_connector(command, found)
-    told = settings(started, serves=shares or bool(listen))
+    serves = bool(tier) and config.server.address is None
+    told = settings(started, serves=shares or serves or bool(listen))
     warnings = (one.text for one in config.remarks if one.level >= logging.WARNING)
     for line in (*warnings, *away, "; ".join([*filter(None, said), told])):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)
@@ -113,12 +121,44 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if shares:
         env = dict(env) | {"KVTIER_SERVER": ranks.start(env)}
+    become(final, env, tier if serves else "", listen)
+    return 0
+
+
+def become(final: list[str], env: Mapping[str, str], tier: str, listen: Sequence[str]) -> None:
+    """Start this host's server where there is one to start, at ``tier`` or ``listen``. Then be the
+    engine."""
+    if tier:
+        ranks.start_at([tier], env, str(Path(tier.removeprefix("unix://")).parent))
     if listen:
         print(f"kvtier: {ranks.start_here(listen, env)}", file=sys.stderr, flush=True)
     try:
         processes.become(final, env)
     except OSError as error:
         raise ConfigError(f"{final[0]} cannot be run: {error}") from error
+
+
+def tier_server(
+    command: Command, server: ServerSection, listen: Sequence[str], arguments: argparse.Namespace
+) -> str:
+    """Address of the server that is to be vLLM's secondary tier. Raises ConfigError where the
+    command has a connector, or several servers."""
+    if named_connector(command.arguments) is not None:
+        raise ConfigError(f"--tier writes {TRANSFER_FLAG}, and the command has one: remove either")
+    if listen:
+        raise ConfigError(f"--tier: one server is expected, and server_address={server.address}")
+    if arguments.print and server.address is None:
+        raise ConfigError("--tier --print: give --server too, because nothing is started to print")
+    return server.address or ranks.new_address()
+
+
+def with_tier(command: Command, started: Started, server: str) -> Command:
+    """The command with vLLM's own connector over ``server``, if there is one. vLLM's pool has half
+    of what ``ram_bytes`` gives the server."""
+    if not server:
+        return command
+    given = secondary.offloading(started.config, server, started.ram_bytes // 2)
+    return command._replace(arguments=[*command.arguments, TRANSFER_FLAG, json.dumps(given)])
 
 
 def refuse_chunks(arguments: Sequence[str], engine: EngineSection) -> None:

@@ -52,10 +52,15 @@ def local_ranks(arguments: Sequence[str]) -> int:
 def start(env: Mapping[str, str]) -> str:
     """Start a server and its supervisor, which end with this process. Returns its address when
     engines can connect. Raises ConfigError when the server does not start."""
-    folder = tempfile.mkdtemp(prefix="kvtier-ranks-")
-    address = f"unix://{folder}/kvtier.sock"
-    start_at([address], env, folder)
+    address = new_address()
+    start_at([address], env, str(Path(address.removeprefix("unix://")).parent))
     return address
+
+
+def new_address() -> str:
+    """A socket in a new folder."""
+    folder = tempfile.mkdtemp(prefix="kvtier-ranks-")
+    return f"unix://{folder}/kvtier.sock"
 
 
 def start_at(listen: Sequence[str], env: Mapping[str, str], folder: str = "") -> None:

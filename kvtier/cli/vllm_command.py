@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier.cli import secondary
 from kvtier.config import lmi
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.errors import ConfigError
@@ -77,6 +78,8 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
         return [f"{CONNECTOR} as the command says"]
     if name == LMCACHE and replaces:
         return [f"{CONNECTOR} in the place of {LMCACHE}"]
+    if secondary.has_tier(given):
+        return [secondary.said(given)]
     if _is_beside(given):
         others = ", ".join(child for child in _children(given) if child != CONNECTOR) or "no other"
         return [f"{CONNECTOR} beside {others}", *_failing(given)]

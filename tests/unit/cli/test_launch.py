@@ -4,6 +4,7 @@ runs."""
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -111,6 +112,45 @@ def test_vllm_serve_runs_in_launchs_own_process_with_the_connector(start, tmp_pa
         "vLLM 0.32.7" in done.stderr
         and "auto-config (environment OPTION_LMCACHE_AUTO_CONFIG)" in done.stderr
     )
+
+
+def test_tier_writes_vllms_own_connector_and_starts_a_server_below_it(start, fake, tmp_path):
+    command = ("--", "vllm", "serve", "m")
+    token = tmp_path / "token"
+    token.write_text("x" * 32)
+    token.chmod(0o600)
+    given = {
+        "KVTIER_RAM_BYTES": "64MiB",
+        "KVTIER_NAMESPACE": "a",
+        "KVTIER_SERVER_TOKEN_FILE": token,
+    }
+    here = f"{Path(launch.__file__).parents[2]}:{fake}"  # the server is a real one
+    done = start(
+        "--tier", *command, PYTHONPATH=here, **{name: str(value) for name, value in given.items()}
+    )
+    assert done.stdout, done.stderr
+    _, argv, _ = json.loads(done.stdout)
+    assert argv[3] == "--kv-transfer-config"
+    extra = json.loads(argv[4])["kv_connector_extra_config"]
+    (entry,) = extra["secondary_tiers"]
+    started = entry.pop("server")
+    assert re.fullmatch(r"unix:///.*/kvtier-ranks-\w+/kvtier\.sock", started)
+    assert entry == {
+        "type": "KVTierTier",
+        "module_path": "kvtier.connectors.vllm_tier",
+        "namespace": "a",
+        "server_token_file": str(token),
+    }
+    assert (extra["cpu_bytes_to_use"], extra["block_size"]) == (32 << 20, 256)
+    assert "no more of a prompt than its own pool holds (cpu_bytes_to_use, 32 MiB)" in done.stderr
+    address = f"unix://{tmp_path}/none.sock"
+    theirs = start("--tier", *command, KVTIER_SERVER=address)
+    assert f'"server": "{address}"' in json.loads(theirs.stdout)[1][4]
+    for words, refusal in (
+        (("--tier", "--print", *command), "give --server too"),
+        (("--tier", *command, "--kv-transfer-config", '{"kv_connector":"X"}'), "remove either"),
+    ):
+        assert refusal in start(*words).stderr
 
 
 def test_who_measures_the_machine_is_said(start, tmp_path):

@@ -3,9 +3,13 @@ memory, and steps of a scheduler."""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +20,21 @@ from kvtier.core.chunk import ChunkLayout
 from tests.child_process import wait_for
 
 BLOCK = 16
-OURS = {"type": "KVTierTier", "module_path": "kvtier.connectors.vllm_tier"}
+ROOT = Path(__file__).parents[4]
+
+
+def of_the_page() -> dict[str, Any]:
+    """The entry that the page gives, without its server."""
+    page = (ROOT / "kvtier/extensions/vllm_tier/README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- entry -->\n```bash\n(.*?)```", page, re.DOTALL)
+    extra = json.loads(shlex.split(block)[-1])["kv_connector_extra_config"]
+    (entry,) = extra["secondary_tiers"]
+    assert extra["spec_name"] == SPEC and entry.pop("server").startswith("unix://")
+    return dict(entry)
+
+
+SPEC = "TieringOffloadingSpec"
+OURS = of_the_page()
 PATIENT = {"server_timeout_ms": 5000, "load_timeout_ms": 30000}
 
 
@@ -27,7 +45,7 @@ def engine_config(
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    extra = {"spec_name": "TieringOffloadingSpec", "blocks_per_chunk": 2}
+    extra = {"spec_name": SPEC, "blocks_per_chunk": 2}
     extra |= {"cpu_bytes_to_use": chunks * 2 * BLOCK * 512, "secondary_tiers": [*tiers]}
     extra |= more.pop("extra", {})
     transfer = KVTransferConfig(
