@@ -1,7 +1,5 @@
 """A bucket whose library is in this process: a tier's own requests, with no process to start."""
 
-from __future__ import annotations
-
 import mmap
 from contextlib import contextmanager
 from functools import partial

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from tests.server_process import LAYOUT, SLOT
 
 SLOTS = 8
 NOBODY = 65534
-Script = Callable[[socket.socket], None]
 
 
 @contextmanager

@@ -19,22 +19,16 @@ BESIDE = {
     "extensions/objects": ("contract/test_object_tier.py", "fault/test_object_faults.py"),
     "protocol": ("property/test_wire_fuzz.py",),
     "record": ("property/test_record_rotation.py",),
-    "server": (
-        *("property/test_shared_quotas.py", "fault/test_server_faults.py"),
-        *("fault/test_floods.py", "fault/test_hostile_clients.py", "fault/test_attacks.py"),
-    ),
+    "server": (*("property/test_shared_quotas.py", "fault/test_server_faults.py"),
+        *("fault/test_floods.py", "fault/test_hostile_clients.py", "fault/test_attacks.py")),
     "store": ("property/test_store_machine.py", "property/test_shared_quotas.py"),
     "tiers": ("contract/test_check_tier.py", "contract/test_sealed_tier.py"),
-    "tiers/nvme": (
-        *("contract/test_nvme_tier.py", "property/test_stored_forms.py"),
-        *("fault/test_nvme_disks.py", "fault/test_nvme_faults.py", "fault/test_nvme_folder.py"),
-    ),
-    "tiers/redis": (
-        *("contract/test_redis_tier.py", "property/test_redis_wire.py"),
+    "tiers/nvme": (*("contract/test_nvme_tier.py", "property/test_stored_forms.py"),
+        *("fault/test_nvme_disks.py", "fault/test_nvme_faults.py", "fault/test_nvme_folder.py")),
+    "tiers/redis": (*("contract/test_redis_tier.py", "property/test_redis_wire.py"),
         *("fault/test_redis_faults.py", "fault/test_hostile_redis.py"),
-        "fault/test_redis_credentials.py",
-    ),
-}
+        "fault/test_redis_credentials.py"),
+}  # fmt: skip
 """Files outside of ``tests/unit`` that test one room more than others."""
 FOLDERS = ("contract", "fault", "packaging", "property")
 """Rooms of their own: tests of several rooms."""

@@ -354,22 +354,15 @@ def test_no_credentials_and_no_tls_are_errors(server):
         server.tier("az://container/x")
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "words"),
-    [
-        (
-            403,
-            "RequestTimeTooSkewed",
-            "this host's clock is too far from the store's; set the clock",
-        ),
-        (400, "AuthorizationHeaderMalformed", "the bucket is in another region"),
-        (301, "PermanentRedirect", "the bucket is in another region"),
-        (403, "SignatureDoesNotMatch", "the secret key does not fit; correct AWS_ACCESS_KEY_ID"),
-        (400, "ExpiredToken", "the session token is no longer valid"),
-        (403, "AccessDenied", "the credentials lack a right; allow s3:GetObject, s3:PutObject"),
-        (403, "", "the credentials are refused; correct AWS_ACCESS_KEY_ID"),
-    ],
-)
+@pytest.mark.parametrize(("status", "code", "words"), [
+    (403, "RequestTimeTooSkewed", "this host's clock is too far from the store's; set the clock"),
+    (400, "AuthorizationHeaderMalformed", "the bucket is in another region"),
+    (301, "PermanentRedirect", "the bucket is in another region"),
+    (403, "SignatureDoesNotMatch", "the secret key does not fit; correct AWS_ACCESS_KEY_ID"),
+    (400, "ExpiredToken", "the session token is no longer valid"),
+    (403, "AccessDenied", "the credentials lack a right; allow s3:GetObject, s3:PutObject"),
+    (403, "", "the credentials are refused; correct AWS_ACCESS_KEY_ID"),
+])  # fmt: skip
 def test_what_only_an_operator_can_mend_ends_the_start(status, code, words):
     """moto checks neither clock nor region: the answers are those that S3 documents."""
     with answering(

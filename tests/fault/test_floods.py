@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
 import pytest
@@ -15,7 +14,6 @@ from kvtier.client.connect import hello
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.server.server import Server
 from kvtier.server.session import Session
 from kvtier.server.stream import ChunkStream
 from kvtier.store.store import Store
@@ -46,9 +44,6 @@ class Watch:
     def __call__(self):
         self.now += 0.001 / _PIECES_A_TURN
         return self.now
-
-
-Scenario = Callable[[Server, Watch], Awaitable[None]]
 
 
 def run(monkeypatch, scenario):

@@ -4,7 +4,6 @@ else happens."""
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.server import connection
 from kvtier.server.listening.strangers import ONE_HOSTS_PLACES
-from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.attack.clients import enter_raw, far
@@ -199,7 +197,6 @@ def test_a_greeting_that_comes_byte_by_byte_has_seconds(guarded):
 
 
 LARGE = 16 << 20
-Scenario = Callable[[Server, Store], Awaitable[None]]
 
 
 def in_process(monkeypatch, scenario):

@@ -128,19 +128,13 @@ LIES = {
     "a long event without sense": (event_streams.told(event_streams.numbered(0, LONG)), None),
     "frames without end": (event_streams.frames_without_end(100 * MIB), None),
     "hangs up": (event_streams.told(seconds=0), None),
-    "an answer of one frame": (
-        event_streams.told(seconds=2),
-        event_streams.told(event_streams.frame(b"x")),
-    ),
-    "an answer with the last number": (
-        event_streams.told(seconds=2),
-        event_streams.told(event_streams.numbered(-2, stored())),
-    ),
-    "an answer without end": (
-        event_streams.told(seconds=2),
-        event_streams.frames_without_end(100 * MIB),
-    ),
-}
+    "an answer of one frame": (event_streams.told(seconds=2),
+        event_streams.told(event_streams.frame(b"x"))),
+    "an answer with the last number": (event_streams.told(seconds=2),
+        event_streams.told(event_streams.numbered(-2, stored()))),
+    "an answer without end": (event_streams.told(seconds=2),
+        event_streams.frames_without_end(100 * MIB)),
+}  # fmt: skip
 
 
 def test_a_number_that_cannot_be_counted_on_from_is_none():

@@ -5,7 +5,6 @@ import logging
 import os
 import resource
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room
 SLOTS = 8
 ROOM = room(SLOTS)
 KEYS = LAYOUT.keys(range(SLOTS))
-Mount = Callable[..., Path]
 
 
 @pytest.fixture

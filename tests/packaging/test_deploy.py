@@ -118,7 +118,7 @@ def test_server_and_engine_meet_at_one_socket_and_share_no_namespace():
 
 DOCKERFILES = [path for path in FILES if path.name.endswith("Dockerfile")]
 SERVICES = documents("docker/compose.yaml")[0]["services"]
-ENGINE, *ENGINE_SERVICES = documents("kubernetes/engine.yaml")
+ENGINE, *_ = documents("kubernetes/engine.yaml")
 PODS = [documents("kubernetes/server.yaml")[1], ENGINE]
 POD_NAMES = ["server", "engine"]
 USER = 10001

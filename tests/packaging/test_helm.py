@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -19,7 +18,6 @@ from tests.packaging.test_deploy import DEPLOY, USER, documents, found, pod
 CHART = DEPLOY / "helm"
 FORMS = {"default": (), "metrics": ("values-metrics.yaml",)}
 GO = shutil.which("go")
-Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
 def rendered(form):

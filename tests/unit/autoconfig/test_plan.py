@@ -97,7 +97,6 @@ def bucket(gib=None, speed=None, **more):
 
 
 CLOSED_BUCKET = ObjectStore("s3://b", reachable=known(False, "no connection"))
-AWAY_BUCKET = replace(CLOSED_BUCKET, away=True)
 AT_RANDOM = replace(redis(64, speed=seen(3e9)), policy=seen("allkeys-random"))
 
 

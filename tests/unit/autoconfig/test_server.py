@@ -1,7 +1,6 @@
 """What a server plans at its start, on machines made of files and of facts."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,7 +31,6 @@ DISK = Disk(
     read_speed=known(3e9, "measured"),
 )
 AUTO = {"KVTIER_AUTO": "true"}
-Machine = Callable[..., None]
 
 
 @pytest.fixture

@@ -15,11 +15,10 @@ import pytest
 
 from kvtier.bench.flags import chosen
 from kvtier.bench.long_doc_qa import run as long_doc_qa
-from kvtier.bench.long_doc_qa.arms import ARMS, GPU_HIT, NONE, PRESETS, Sizes, Workload, server_args
+from kvtier.bench.long_doc_qa.arms import NONE, PRESETS, Workload
 from kvtier.bench.long_doc_qa.report import Round, summarise, verdict
 from kvtier.bench.long_doc_qa.run import add_arguments
 from kvtier.bench.processes import servers
-from kvtier.bench.processes.engine import Geometry
 from kvtier.bench.processes.servers import ServerError, VllmServer
 from kvtier.bench.requests.client import Outcome, connect, parse_hits
 from kvtier.bench.requests.prompts import Ask
@@ -56,18 +55,6 @@ def test_repeat_modes_order_the_documents(mode, expected):
     assert Counter(order) == {0: 2, 1: 2, 2: 2}
     assert len({(ask.document, ask.question) for ask in asks}) == 6
     assert len({tuple(ask.prompt) for ask in asks}) == 6
-
-
-SIZES = Sizes(work(8, repeat_count=2), Geometry(16, 32, 2**16))
-
-
-def test_only_the_bound_arm_keeps_the_documents_on_the_gpu():
-    blocks = {name: SIZES.gpu_blocks(arm) for name, arm in ARMS.items()}
-    assert min(blocks.values()) > 2 * SIZES.request_blocks, "the requests in flight must run"
-    assert blocks.pop(GPU_HIT) > 8 * DOCUMENT // 16 > max(blocks.values())
-    assert len(set(blocks.values())) == 1
-    connected = {one for one in ARMS if "--kv-transfer-config" in server_args(ARMS[one], SIZES)}
-    assert connected == set(ARMS) - {NONE, GPU_HIT}
 
 
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +48,6 @@ if "FIRST" in os.environ:
     multiprocessing.get_context("fork").Process(target=engine).start()
     time.sleep(600)
 """
-Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture

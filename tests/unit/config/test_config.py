@@ -122,22 +122,16 @@ def test_an_old_flat_name_is_read_and_told_its_new_one_once(tmp_path):
     assert "is an old name of nvme.path" in told[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nvme: {pth: /kv}", "unknown key 'nvme.pth' .* nearest is 'nvme.path'"),
-        ("engine: {nvme_path: /kv}", "unknown key 'engine.nvme_path' .* nearest is 'nvme.path'"),
-        ("server: {server: 1}", "unknown key 'server.server' .* nearest is 'server.address'"),
-        (
-            "nvme_pth: /kv",
-            r"unknown key 'nvme_pth' \(file .*given\.yaml\); the nearest is 'nvme.path'",
-        ),
-        ("nvme: {threads: 4}", r"'nvme.threads' .* is not a key any more"),
-        ("nvme: /kv", "nvme='/kv' .* expected a section .* such as nvme.path"),
-        ("nvme: {path: /a}\nnvme_path: /b", "nvme.path and its old name stand in"),
-        ("server: [a]", r"server='\(list\)' .* expected unix:///path"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("nvme: {pth: /kv}", "unknown key 'nvme.pth' .* nearest is 'nvme.path'"),
+    ("engine: {nvme_path: /kv}", "unknown key 'engine.nvme_path' .* nearest is 'nvme.path'"),
+    ("server: {server: 1}", "unknown key 'server.server' .* nearest is 'server.address'"),
+    ("nvme_pth: /kv", r"unknown key 'nvme_pth' \(file .*given\.yaml\); the nearest is 'nvme.path'"),
+    ("nvme: {threads: 4}", r"'nvme.threads' .* is not a key any more"),
+    ("nvme: /kv", "nvme='/kv' .* expected a section .* such as nvme.path"),
+    ("nvme: {path: /a}\nnvme_path: /b", "nvme.path and its old name stand in"),
+    ("server: [a]", r"server='\(list\)' .* expected unix:///path"),
+])  # fmt: skip
 def test_a_key_that_is_not_in_its_section_is_an_error(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load(written(tmp_path, text))

@@ -29,23 +29,16 @@ def refusal(file, text):
     return str(ours.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            ("ram_bytes: 1GiB\n# big\nauto: on\nram_bytes: 64GiB\n"),
-            ("line 4: the key 'ram_bytes' stands in line 1"),
-        ),
-        ("1: a\n'1': b\n", "line 2: the key '1' stands in line 1"),
-        ("true: a\nTrue: b\n", "line 2: the key 'True' stands in line 1"),
-        (
-            ("extra_config:\n  use_gds: true\n  use_gds: false\n"),
-            ("line 3: the key 'use_gds' stands in line 2"),
-        ),
-        ("extra_config: {a: 1, a: 2}\n", "line 1: the key 'a' stands in line 1"),
-        ("a: &x {b: 1}\nc:\n  <<: *x\n  <<: *x\n", "line 4: the key '<<' stands in line 3"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("ram_bytes: 1GiB\n# big\nauto: on\nram_bytes: 64GiB\n",
+     "line 4: the key 'ram_bytes' stands in line 1"),
+    ("1: a\n'1': b\n", "line 2: the key '1' stands in line 1"),
+    ("true: a\nTrue: b\n", "line 2: the key 'True' stands in line 1"),
+    ("extra_config:\n  use_gds: true\n  use_gds: false\n",
+     "line 3: the key 'use_gds' stands in line 2"),
+    ("extra_config: {a: 1, a: 2}\n", "line 1: the key 'a' stands in line 1"),
+    ("a: &x {b: 1}\nc:\n  <<: *x\n  <<: *x\n", "line 4: the key '<<' stands in line 3"),
+])  # fmt: skip
 def test_a_key_that_stands_twice_is_refused_with_both_lines(file, text, words):
     assert words in refusal(file, text)
     assert "remove one of them" in refusal(file, text)

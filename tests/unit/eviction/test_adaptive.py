@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.bench.traces.chains import key_of
 from kvtier.bench.traces.mooncake import Request
-from kvtier.bench.traces.simulate import OVER, Cache, simulate
+from kvtier.bench.traces.simulate import Cache, simulate
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
@@ -199,16 +199,6 @@ def test_its_setting_follows_the_load_and_changes_under_the_lock(monkeypatch):
     assert live.setting == LRU_SETTING
 
 
-def test_another_room_is_a_new_start_of_its_shadows_alone():
-    one = Adaptive()
-    live, other, shadows = one(NVME), one(200), one.places[0][1]
-    follow(one, scans_and_a_loop(10), Lock())
-    live.resize(30)
-    follow(one, scans_and_a_loop(1), Lock())
-    assert (shadows.room, one.places[1][1].room, other.room) == (30, 200, 200)
-    assert len(shadows._shadows[0]) == 4
-
-
 def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below():
     adaptive = Adaptive()
     adaptive(RAM)
@@ -221,8 +211,3 @@ def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below():
     (_, shadows) = adaptive.places[1]
     for each in shadows._shadows:
         assert [key in each for key in (*ended, *other)] == [True, True, False, False] + [True] * 4
-
-
-def test_with_hints_nothing_that_is_over_is_written_below():
-    trace = [one._replace(hint=OVER) for one in scans_and_a_loop(300)]
-    assert simulate(trace, Cache(RAM, NVME, policy="auto")).writes == 0

@@ -101,26 +101,6 @@ def test_what_ram_keeps_no_longer_or_not_for_long_stays_below():
     assert two.leaving() == [B, *KEYS[3:10]]
 
 
-def test_what_came_once_stays_below():
-    two = Two()
-    two.write(200)
-    two.ram.add(KEYS[:12])
-    two.below.add(KEYS[:12])
-    two.below.ordered(KEYS[:12])
-    assert two.leaving() == []
-
-
-def test_with_lru_in_ram_no_copy_leaves_early():
-    two = Two()
-    two.write(200)
-    two.ram.settle(LRU_SETTING)
-    for order in (two.ram, two.below):
-        order.add(KEYS[:12])
-        order.used(KEYS[:12])
-        order.ordered(KEYS[:12])
-    assert two.leaving() == []
-
-
 def test_each_that_comes_down_again_lets_one_more_be_alone():
     two = Two(kept=30)
     two.write(200)
@@ -157,13 +137,6 @@ def test_many_losses_stop_it_for_no_longer_than_32_000_writes():
     assert two.leaving() == []
     two.write(4)
     assert len(two.leaving()) == 1
-
-
-def test_a_chunk_that_the_tier_has_is_not_lost_when_ram_drops_it():
-    two = Two(kept=30)
-    two.write(200)
-    two.ram.evicted(KEYS[20:30])
-    assert two.leaving() == KEYS[: RAM // 8]
 
 
 def test_what_is_over_is_not_lost_when_it_leaves_and_what_was_forgotten_is_not_waited_for():

@@ -49,13 +49,6 @@ def test_of_a_long_system_prompt_the_third_conversation_tells():
     assert sessions.seen(keys(*system, 3, 3, 3, 4)) == sessions.seen(keys(*system, 3, 3, 3, 4, 5))
 
 
-def test_a_chunk_that_is_not_full_yet_differs_in_the_next_turn():
-    sessions = Sessions(100)
-    number = sessions.seen(keys(1, 2, 3, 100))
-    for turn in range(5):
-        assert sessions.seen(keys(1, 2, 3, *range(4, 5 + turn), 101 + turn)) == number
-
-
 def test_chunks_that_were_not_full_are_the_session_s_own_after_the_turns_that_had_them():
     sessions, ends = Sessions(100), list[ChunkKey]()
     for turn in range(5):
@@ -93,10 +86,6 @@ def test_the_answer_after_a_session_s_last_prompt_is_its_own():
     sessions.seen(keys(1, 9))
     assert exclusive(sessions, keys(1, 2, 3, 4, 5)) == keys(1, 2, 3, 4, 5)[1:]
     assert exclusive(sessions, keys(1, 6)) == [], "what comes after a shared chunk is nobody's"
-
-
-def test_what_it_does_not_know_is_not_private():
-    assert exclusive(Sessions(100), keys(1, 2)) == []
 
 
 def test_all_of_it_is_bounded():

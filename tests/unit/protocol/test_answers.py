@@ -21,8 +21,6 @@ from tests.child_process import wait_for
 from tests.rogue_server import SLOTS, greet, hear, rogue
 from tests.server_process import LAYOUT, SLOT, run, short_folder
 
-Reply = Callable[[wire.Message], list[wire.Message] | bytes]
-
 
 @contextmanager
 def client_of(reply, timeout_s=5.0):

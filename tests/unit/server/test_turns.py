@@ -1,8 +1,6 @@
 """TLS handshakes take turns: a tenth of the loop, address by address, and none for those who say
 nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket
@@ -102,7 +100,7 @@ def test_a_turn_that_fails_ends_nobody_elses():
 
 
 class Visited(asyncio.Protocol):
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport):
         transport.abort()
 
 

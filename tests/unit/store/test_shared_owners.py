@@ -1,8 +1,6 @@
 """Who may drop what lies in a tier where others write too: its owner and the operator, also after a
 restart, and nobody else."""
 
-from collections.abc import Callable
-
 import pytest
 from obstore.store import MemoryStore
 
@@ -62,9 +60,6 @@ def deletes(stream, known):
     """An engine on another host deletes each of these."""
     for number, key in enumerate(known, 1):
         whole(stream.begin(wire.Delete(number, key)))
-
-
-Opened = Callable[[], Host]
 
 
 @pytest.fixture(params=["plain", "sealed"])
