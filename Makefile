@@ -21,6 +21,7 @@ MOTO := .venv-peers/moto-5.2.5
 DYNAMO := .venv-peers/dynamo-1.6.1
 NIXL := .venv-peers/nixl-1.5.1
 MOONCAKE := .venv-peers/mooncake-0.3.13.post1
+SGLANG := .venv-peers/sglang-0.5.23
 MUTATION := .venv-mutation
 COSMIC_RAY := 8.7.0
 AUDIT := .venv-audit
@@ -187,7 +188,7 @@ lmi: $(LMI)/ready  ## the vLLM of LMI v27 (6 GB)
 
 # What kvtier is tested and compared with, in an environment of its own, which sees .venv's packages through a .pth file:
 # vLLM and torch are installed once.
-peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready $(MOONCAKE)/ready  ## LMCache, vllm-router, moto, Dynamo, NIXL, Mooncake: .venv-peers
+peers: $(LMCACHE)/ready $(ROUTER)/ready $(MOTO)/ready $(DYNAMO)/ready $(NIXL)/ready $(MOONCAKE)/ready $(SGLANG)/ready  ## LMCache, vllm-router, moto, Dynamo, NIXL, Mooncake, SGLang: .venv-peers
 
 $(LMCACHE)/ready: requirements/peers/lmcache.txt
 $(ROUTER)/ready: requirements/peers/vllm-router.txt
@@ -195,6 +196,7 @@ $(MOTO)/ready: requirements/peers/moto.txt
 $(DYNAMO)/ready: requirements/peers/dynamo.txt
 $(NIXL)/ready: requirements/peers/nixl.txt
 $(MOONCAKE)/ready: requirements/peers/mooncake.txt
+$(SGLANG)/ready: requirements/peers/sglang.txt
 .venv-peers/%/ready: | $(READY)
 	@rm -rf $(@D)
 	@$(BIN)/python -m venv $(@D)

@@ -163,7 +163,7 @@ class Walk:
                 continue
             if place not in DECIDES:
                 self.unknown.append(place)
-            found[name] = self._plain(self._read(value, place), place, 0)
+            found[name] = self.plain(self._read(value, place), place)
         return found
 
     def _read(self, value: Any, place: str) -> Any:
@@ -175,7 +175,8 @@ class Walk:
             self.unnamed.append(f"{place}: {error}")
             return value
 
-    def _plain(self, value: Any, place: str, depth: int) -> Any:
+    def plain(self, value: Any, place: str, depth: int = 0) -> Any:
+        """The value as JSON. ``place`` names it where it has no such form."""
         if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
             return value
         if isinstance(value, float):
@@ -186,17 +187,17 @@ class Walk:
             self.unnamed.append(f"{place} is nested deeper than {_MOST_LEVELS}")
             return None
         if isinstance(value, Mapping):
-            return {str(key): self._plain(inner, place, depth + 1) for key, inner in value.items()}
+            return {str(key): self.plain(inner, place, depth + 1) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self._plain(inner, place, depth + 1) for inner in value]
+            return [self.plain(inner, place, depth + 1) for inner in value]
         if isinstance(value, set | frozenset):
-            plain = [self._plain(inner, place, depth + 1) for inner in value]
+            plain = [self.plain(inner, place, depth + 1) for inner in value]
             return sorted(plain, key=json.dumps)
         return self._object(value, place, depth)
 
     def _object(self, value: Any, place: str, depth: int) -> Any:
         if hasattr(value, "to_dict") and not isinstance(value, type):
-            return self._plain(without_folders(value.to_dict()), place, depth + 1)
+            return self.plain(without_folders(value.to_dict()), place, depth + 1)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         kind = type(value)
@@ -220,12 +221,17 @@ def files_digest(files: Sequence[Path]) -> str:
 
 
 def _is_configuration(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) or type(value).__name__.endswith("Namespace")
+    is_struct = hasattr(value, "__struct_fields__")
+    return (
+        dataclasses.is_dataclass(value) or is_struct or type(value).__name__.endswith("Namespace")
+    )
 
 
 def _fields(config: Any) -> list[tuple[str, Any]]:
     if dataclasses.is_dataclass(config):
         return [(one.name, getattr(config, one.name, None)) for one in dataclasses.fields(config)]
+    if hasattr(config, "__struct_fields__"):
+        return [(name, getattr(config, name)) for name in config.__struct_fields__]
     return sorted(vars(config).items())
 
 
@@ -317,7 +323,7 @@ def _weights(
 
 
 def _other(name: str, revision: str, folder: str) -> Future[str]:
-    place = _local(name, revision or None)
+    place = local(name, revision or None)
     if place is None:
         raise DigestError(f"the weights of {name}, which the model takes too, are not local files")
     return _begun(place / folder, configured=False)
@@ -350,14 +356,14 @@ def _folder(model: Any, load: Any) -> Path | None:
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
     if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
         return None
-    place = _local(model.model, model.revision)
+    place = local(model.model, model.revision)
     try:
         return place if place is not None and has_weights(content_files(place)) else None
     except DigestError:
         return place
 
 
-def _local(name: str, revision: str | None) -> Path | None:
+def local(name: str, revision: str | None) -> Path | None:
     """A path, or the snapshot in the hub's cache. None: neither is there."""
     place = Path(name)
     if place.exists():

@@ -21,6 +21,7 @@ from kvtier.cli.checks.configuration import check_model, check_secrets, planned
 from kvtier.cli.checks.engine import check_command, check_engine
 from kvtier.cli.checks.tiers import check_left_behind, check_ram, check_server, check_tier
 from kvtier.cli.key_flags import add_key_flags, given_keys
+from kvtier.cli.sglang_command import is_sglang
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
@@ -203,7 +204,8 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     alone = arguments.no_engine
     yield from guarded("left behind", lambda: [check_left_behind(config, server=alone)])
     if not arguments.no_engine:
-        yield from guarded("vllm", check_engine)
+        if not is_sglang([word for word in arguments.command if word != "--"]):
+            yield from guarded("vllm", check_engine)
         yield from guarded("command", partial(check_command, arguments.command))
     if model.kv_bytes_per_token.value:
         yield check_model(started, model)

@@ -19,7 +19,7 @@ from shlex import join, quote
 
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.probe.gpus import shared_memory
-from kvtier.cli import ranks, secondary
+from kvtier.cli import ranks, secondary, sglang_command
 from kvtier.cli.checks.engine import allocator
 from kvtier.cli.checks.installed import Installed, look, verdict
 from kvtier.cli.key_flags import add_key_flags, given_keys
@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     started = Started(load(env=environment(**more), flags=given))
     config = started.config
     more |= {KEYS[key].variable: str(value) for key, value in given.items()}
+    if sglang_command.is_sglang(words):
+        return sglang_command.launch(words, config, more, prints=arguments.print)
     env = environment(**more)
     refuse_own_offloading(env)
     command = understood(words, env.get("PATH"))

@@ -45,7 +45,7 @@ def understood(words: Sequence[str], path: str | None = None) -> Command:
                 f"{words[0]}: no such program; install vLLM, or activate the environment "
                 "that has it"
             )
-        return Command([program, "serve"], list(words[2:]), _interpreter(program))
+        return Command([program, "serve"], list(words[2:]), interpreter(program))
     if re.fullmatch(r"python[\d.]*", name) and list(words[1:3]) == ["-m", API_SERVER]:
         return Command(list(words[:3]), list(words[3:]), words[0])
     given = " ".join(words) or "nothing"
@@ -55,7 +55,7 @@ def understood(words: Sequence[str], path: str | None = None) -> Command:
     )
 
 
-def _interpreter(script: str) -> str:
+def interpreter(script: str) -> str:
     """The Python in a script's first line, or this process's when it has none."""
     with open(script, "rb") as file:
         first = file.readline(512).decode(errors="replace")

@@ -12,6 +12,7 @@ slow or not there raises nothing: nothing is found, saved or loaded.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from kvtier.config.load import load
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.started import Started
+
+logger = logging.getLogger("kvtier.cache_server")
 
 Fill = Callable[[int, memoryview], bool]
 """Write chunk ``i`` of the run into this slot. False: it cannot be written."""
@@ -102,6 +105,11 @@ class Attached:
     def __init__(self, access: ServerAccess, timeout_s: float) -> None:
         self._client = Client(access, timeout_s)
 
+    @property
+    def is_ready(self) -> bool:
+        """Attached. The first client of a size of chunks waits until the server has made room."""
+        return self._client.pool is not None
+
     def find(self, keys: Sequence[ChunkKey]) -> int:
         """Number of leading chunks that are held. Starts to promote those on lower tiers."""
         until = time.monotonic() + _ASKING_S
@@ -126,15 +134,21 @@ class Attached:
 
         The last part of the run is saved first, because the server takes the last to come for the
         hottest. A part is an eighth of RAM: its slots can be evicted when the next one needs them.
+        No part begins while more than one waits to be written below RAM: it would be evicted first.
         """
         pool = self._client.pool
         most = max(1, pool.slots // _RAM_PARTS) if pool is not None else len(keys)
         places = {key: place for place, key in enumerate(keys)}
         held = set[ChunkKey]()
         for end in range(len(keys), 0, -most):
+            self._wait_for_writes(most, until)
             part = dict.fromkeys(keys[max(0, end - most) : end])
             held |= self._save_part(list(part), places, fill, until)
         return [key in held for key in keys]
+
+    def _wait_for_writes(self, most: int, until: float) -> None:
+        while self._client.stats().get("queued", 0) > most and time.monotonic() < until:
+            self._client.wait(_POLL_S)
 
     def _save_part(
         self, part: list[ChunkKey], places: Mapping[ChunkKey, int], fill: Fill, until: float
@@ -179,6 +193,10 @@ class Attached:
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
         self._client.invalidate(keys)
 
+    def clear(self) -> None:
+        """Forget all chunks of the fingerprint and namespace."""
+        self._client.invalidate_all()
+
     def close(self) -> None:
         self._client.close()
 
@@ -206,6 +224,8 @@ class Streamed:
         self._chunk_bytes = access.hello.chunk_bytes
         self._buffers: deque[memoryview] = deque()
         """Unused buffers, never more than threads."""
+
+    is_ready = True
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         return self._tier.find(keys)
@@ -247,6 +267,10 @@ class Streamed:
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
             self._tier.delete(key)
+
+    def clear(self) -> None:
+        """Nothing: no message does that by TCP."""
+        logger.warning("by tcp:// nothing is cleared: run kvtier clear at the server")
 
     def close(self) -> None:
         self._tier.close()

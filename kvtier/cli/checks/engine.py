@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kvtier.autoconfig.probe.gpus import shared_memory
+from kvtier.cli import sglang_command
 from kvtier.cli.checks.installed import look, verdict
 from kvtier.cli.vllm_command import (
     ALLOCATOR,
@@ -101,11 +102,15 @@ def _connector(env: dict[str, str]) -> Finding:
 
 
 def check_command(words: Sequence[str]) -> Iterator[Finding]:
-    """Whether LMI's options and vLLM's command keep kvtier's connector."""
+    """Whether LMI's options and vLLM's command keep kvtier's connector, or SGLang's its storage."""
     env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
     try:
         refuse_own_offloading(env)
         if not vllm:
+            return
+        if sglang_command.is_sglang(vllm):
+            sglang_command.refuse(vllm)
+            yield Finding("command", "ok", sglang_command.verdict(vllm, env))
             return
         arguments = understood(vllm, env.get("PATH")).arguments
         said = transfer(arguments, replaces_lmcache(env))

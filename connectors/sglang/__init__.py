@@ -1,0 +1,1 @@
+"""Where SGLang's configuration finds kvtier (:mod:`kvtier.extensions.sglang`)."""

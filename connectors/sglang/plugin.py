@@ -1,0 +1,13 @@
+"""The module that ``module_path`` names in SGLang's configuration. The class is in an extension,
+which is imported when SGLang asks for it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVTier":
+        return import_module("kvtier.extensions.sglang.hicache").HiCachePages
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,135 @@
+"""SGLang's host pages as chunks: their names, and which of them make a hit. Pure: no I/O, clock,
+lock, log, torch or sglang.
+
+A chunk is one page of one host pool, its pieces one after another. Of a pool that is kept by head
+groups (SGLang's ``page_head`` with ``tp_lcm_size``) it is one group of a page, so engines of every
+tensor-parallel size that divides ``tp_lcm_size`` share chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal
+
+from kvtier.core.chunk import KEY_BYTES, ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError
+
+_FORMAT = 1
+"""Version of a chunk's bytes and of what names them. Raise it when their meaning changes."""
+_MAGIC = b"kvtier/sglang/1"
+_NO_PARENT = bytes(KEY_BYTES - hashlib.sha256().digest_size)
+_SHARDED = ("MHA", "Mamba")
+"""Names of host pools' classes whose bytes differ by rank, also where the model's KV is the same
+on all."""
+
+Form = Literal["pieces", "flat", "heads"]
+"""A chunk is copied from the pool's memory, piece by piece, or made by the pool as one flat
+tensor, or has the pieces of one head group. The order of bytes differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks in SGLang's ``HiCacheStorageConfig``. ``replicated``: all tensor-parallel ranks
+    have the same KV. ``tp_lcm``: the common multiple of the fleet's tensor-parallel sizes, or 0."""
+
+    tp: tuple[int, int]
+    pp: tuple[int, int]
+    cp: tuple[int, int]
+    dcp: tuple[int, int]
+    replicated: bool
+    tp_lcm: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> Ranks:
+        tp, pp = (config.tp_rank, config.tp_size), (config.pp_rank, config.pp_size)
+        cp, dcp = (config.attn_cp_rank, config.attn_cp_size), (config.dcp_rank, config.dcp_size)
+        return cls(tp, pp, cp, dcp, bool(config.is_mla_model), config.tp_lcm_size or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPages:
+    """The pages of one host pool of one rank. ``sizes`` are the bytes of a chunk's pieces. A page
+    has the ``groups`` chunks from number ``first_group`` on."""
+
+    pool: str
+    layout: str
+    dtype: str
+    page_tokens: int
+    form: Form
+    sizes: tuple[int, ...]
+    groups: int = 1
+    first_group: int = 0
+
+    def chunks(
+        self, engine: Mapping[str, Any], ranks: Ranks, classes: Sequence[str]
+    ) -> ChunkLayout:
+        """Size and fingerprint of the pool's chunks. ``engine``: the identity without the pool.
+        ``classes``: names of the pool's class and of those it derives from."""
+        by_heads = self.form == "heads"
+        sharded = not ranks.replicated or any(kind in name for name in classes for kind in _SHARDED)
+        parts = {
+            **engine,
+            "arguments": {**engine["arguments"]},
+            "sglang": _FORMAT,
+            "form": self.form,
+        }
+        if by_heads:
+            parts["arguments"].pop("tp_size", None)
+        parts["ranks"] = {
+            "tp": ["heads", ranks.tp_lcm] if by_heads else [ranks.tp[1], sharded and ranks.tp[0]],
+            "pp": ranks.pp,
+            "cp": ranks.cp,
+            "dcp": ranks.dcp,
+        }
+        parts["pool"] = [self.pool, self.layout, self.dtype, self.page_tokens, *self.sizes]
+        own, tokens = fingerprint(parts), self.page_tokens
+        return ChunkLayout(own, tokens, tokens, (sum(self.sizes),), "SGLang")
+
+    def keys(self, own: bytes, hashes: Sequence[str]) -> list[ChunkKey]:
+        """Keys of the pages that SGLang calls ``hashes`` (each over all tokens up to the page's
+        end, LoRA adapter and salt), group by group. They are flat: a reader knows no parent."""
+        found = []
+        for name in hashes:
+            page = hashlib.sha256(_MAGIC + own + name.encode())
+            for group in range(self.first_group, self.first_group + self.groups):
+                chunk = page.copy()
+                chunk.update(group.to_bytes(4))
+                found.append(ChunkKey(chunk.digest() + _NO_PARENT))
+        return found
+
+    def whole(self, chunks: Sequence[bool]) -> list[bool]:
+        """Of each page, whether all its chunks are True."""
+        return [all(chunks[at : at + self.groups]) for at in range(0, len(chunks), self.groups)]
+
+
+def head_groups(ranks: Ranks, layout: str, pool: str, heads: int) -> tuple[int, int]:
+    """Head groups of a page of this rank, and the number of the first. (0, 0): the pool is not kept
+    by head groups. Raises ConfigError where heads cannot be divided so."""
+    if not ranks.tp_lcm or ranks.replicated or layout != "page_head" or pool != "kv":
+        return 0, 0
+    rank, size = ranks.tp
+    groups = ranks.tp_lcm // size
+    if ranks.tp_lcm % size or heads % groups:
+        raise ConfigError(
+            f"tp_lcm_size={ranks.tp_lcm} with --tp-size {size}: a rank has {heads} KV heads, which "
+            f"are not divisible by {groups}; give a tp_lcm_size that divides the model's KV heads"
+        )
+    return groups, rank * groups
+
+
+def legal_ends(policy: str, held: Sequence[bool], trailing: int) -> set[int] | None:
+    """The prefix lengths, in pages, for which a side pool has what ``policy`` asks for: all pages,
+    or the last ``trailing``. None: an unknown policy."""
+    if policy == "all_pages":
+        return set(range(1, sum(1 for _ in takewhile(bool, held)) + 1))
+    if policy != "trailing_pages":
+        return None
+    ends, run = set[int](), 0
+    for end, is_held in enumerate(held, 1):
+        run = run + 1 if is_held else 0
+        if run >= min(end, max(1, trailing)):
+            ends.add(end)
+    return ends

@@ -1,0 +1,534 @@
+"""What test_sglang.py runs in SGLang's environment: the plug-in under SGLang's real controllers,
+beside its HiCacheFile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.runtime_context import get_context, get_serving
+
+from kvtier.core.errors import ConfigError
+from tests.child_process import wait_for
+from tests.integration import sglang_cpu as cpu
+from tests.nvme_place import flip
+from tests.server_process import ServerProcess, serving, short_folder
+
+MODELS = Path(os.environ["SGLANG_CASES_MODELS"])
+SLACK_S = 3.0
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+PAGE_BYTES = 2 * cpu.LAYERS * cpu.PAGE * cpu.HEADS * cpu.DIM * 2
+_TOKENS = iter(range(1, 1 << 30))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published():
+    return cpu.publish(MODELS / "a")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(ram_bytes=256 << 20) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def told(**arguments):
+    """With other server arguments."""
+    one = cpu.publish(arguments.pop("model_path", MODELS / "a"), **arguments)
+    try:
+        yield
+    finally:
+        one.restore()
+
+
+def settings(server, **more):
+    return cpu.PLUGIN | {"server": f"unix://{server.socket}"} | more
+
+
+@contextlib.contextmanager
+def running(pool, server, *, extra=None, **more) -> Iterator[Any]:
+    one = cpu.controller(pool, "dynamic", settings(server, **(extra or {})), **more)
+    try:
+        yield one
+    finally:
+        one.detach_storage_backend()
+
+
+@contextlib.contextmanager
+def filing(pool, folder, **more):
+    one = cpu.controller(pool, "file", {"file_storage_path": str(folder)}, **more)
+    try:
+        yield one
+    finally:
+        one.detach_storage_backend()
+
+
+def prompt(pages, page=cpu.PAGE):
+    """A prompt that no other begins as."""
+    return [next(_TOKENS), *range(pages * page - 1)]
+
+
+def saved(pool, server, pages=8, **more):
+    tokens = prompt(pages, pool.page_size)
+    with running(pool, server, **more) as one:
+        indices = pool.alloc(len(tokens))
+        assert cpu.backup(one, tokens, indices) == pages
+        assert cpu.prefetch(one, tokens)[:2] == (pages, pages), "the very same engine"
+        pool.clear()
+    return tokens
+
+
+def hits(pool, server, tokens, **more):
+    with running(pool, server, **more) as one:
+        found, read, _ = cpu.prefetch(one, tokens)
+        assert found == read
+        pool.clear()
+        return found
+
+
+# ---- beside HiCacheFile --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [{}, {"interface_v1": 0}], ids=["v1", "generic"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("mha", one) for one in LAYOUTS] + [("mla", one) for one in LAYOUTS[:3]]
+)
+def test_the_same_hits_and_the_same_bytes_as_files(server, tmp_path, kind, layout, extra):
+    """80 operations on prompts that share beginnings; 1,120 with all parameters."""
+    pool = getattr(cpu, kind)(layout, pages=40)
+    choose, replicated = random.Random(layout + kind), kind == "mla"
+    written: dict[str, Any] = {}
+    families = [prompt(8) for _ in range(3)]
+    with (
+        running(pool, server, extra=extra, replicated=replicated) as ours,
+        filing(pool, tmp_path, replicated=replicated) as file,
+    ):
+        for number in range(80):
+            family = choose.choice(families)
+            tokens = family[: choose.randint(1, 8) * cpu.PAGE]
+            if choose.random() < 0.3:
+                tokens = tokens[: len(tokens) // 2] + [number] * (len(tokens) - len(tokens) // 2)
+            names = cpu.hashes_of(tokens)
+            if choose.random() < 0.4:
+                indices = pool.alloc(len(tokens))
+                for at, name in enumerate(names):
+                    page = pool.get_dummy_flat_data_page().view(torch.int16)
+                    page = torch.randint_like(page, -30000, 30000).view(pool.dtype)
+                    written.setdefault(name, page)
+                    pool.set_from_flat_data_page(int(indices[at * cpu.PAGE]), written[name])
+                assert cpu.backup(ours, tokens, indices) == len(names)
+                assert cpu.backup(file, tokens, indices) == len(names)
+                pool.free(indices)
+                continue
+            found, read, indices = cpu.prefetch(ours, tokens)
+            oracle = cpu.prefetch(file, tokens)
+            assert (found, read) == oracle[:2]
+            for at in range(read):
+                page = pool.get_data_page(int(indices[at * cpu.PAGE])).view(torch.int16)
+                assert torch.equal(page, written[names[at]].view(torch.int16).view_as(page))
+            pool.clear()
+
+
+def test_files_serve_a_permuted_k_and_kvtier_a_miss(server, tmp_path):
+    """Equal names and sizes, another order of bytes."""
+    one, other = cpu.mha("page_first"), cpu.mha("page_first_direct")
+    cpu.scramble(one)
+    tokens = prompt(4)
+    with filing(one, tmp_path) as writer, filing(other, tmp_path) as reader:
+        begin = one.alloc(len(tokens))
+        cpu.backup(writer, tokens, begin)
+        found, _, indices = cpu.prefetch(reader, tokens)
+        k = one.k_buffer[int(begin[0]) : int(begin[0]) + cpu.PAGE].transpose(0, 1).contiguous()
+        wrong = other.k_buffer[int(indices[0]) // cpu.PAGE]
+        assert found == 4 and not torch.equal(k.view(torch.int16), wrong.view(torch.int16))
+    one.clear()
+    assert hits(cpu.mha("page_first_direct"), server, saved(one, server, 4)) == 0
+
+
+def test_files_never_cache_again_after_another_layer_count_and_kvtier_does(server, tmp_path):
+    one, other = cpu.mha("page_first"), cpu.mha("page_first", layers=cpu.LAYERS + 1)
+    tokens = prompt(4)
+    with filing(one, tmp_path) as writer, filing(other, tmp_path) as reader:
+        cpu.backup(writer, tokens, one.alloc(len(tokens)))
+        assert cpu.prefetch(reader, tokens)[:2] == (4, 0)
+    one.clear()
+    tokens = saved(one, server, 4)
+    assert hits(other, server, tokens) == 0
+    with running(other, server) as reader:
+        assert cpu.backup(reader, tokens, other.alloc(len(tokens))) == 4
+        assert cpu.prefetch(reader, tokens)[:2] == (4, 4)
+
+
+# ---- who shares ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pool": {"layout": "layer_first"}},
+        {"pool": {"dtype": torch.float16}},
+        {"pool": {"page": 32}},
+        {"more": {"tp": (1, 2)}},
+        {"told": {"model_path": MODELS / "b"}},
+        {"told": {"weight_version": "2"}},
+        {"told": {"kv_cache_dtype": "fp8_e5m2"}},
+        {"told": {"attention_backend": "triton"}},
+        {"told": {"json_model_override_args": '{"rope_theta": 1}'}},
+        {"told": {"lora_paths": [f"x={MODELS / 'b'}"]}},
+        {"told": {"load_format": "dummy"}},
+        {"extra": {"namespace": "other"}},
+    ],
+    ids=lambda one: next(f"{key}" for inner in one.values() for key in inner),
+)
+def test_what_decides_bytes_is_a_miss(server, change):
+    tokens = saved(cpu.mha("page_first"), server, 4)
+    shape = {"layout": "page_first"} | change.get("pool", {})
+    with told(**change.get("told", {})):
+        pool, more = cpu.mha(**shape), change.get("more", {})
+        assert hits(pool, server, tokens, extra=change.get("extra"), **more) == 0
+    same = {
+        "served_model_name": "m2",
+        "port": 9,
+        "max_running_requests": 3,
+        "model_path": MODELS / "a",
+    }
+    with told(**same):
+        assert hits(cpu.mha("page_first", pages=12), server, tokens, model="m2") == 4, "else a hit"
+
+
+def test_another_salt_or_adapter_is_another_page(server):
+    """SGLang begins the hashes with them."""
+    pool = cpu.mha("page_first")
+    tokens = saved(pool, server, 4)
+    other = cpu.hashes_of(tokens, prior="ab" * 32)
+    with running(pool, server) as one:
+        assert one.storage_backend.batch_exists(cpu.hashes_of(tokens)) == 4
+        assert one.storage_backend.batch_exists(other) == 0
+
+
+def test_another_process_with_another_host_size_shares(server):
+    tokens = prompt(6)
+    code = (
+        "import sys; from tests.integration import sglang_cases as cases, sglang_cpu as cpu\n"
+        "cpu.publish(cases.MODELS / 'a')\n"
+        "pool = cpu.mha('page_first', pages=9); cpu.scramble(pool, 5)\n"
+        f"one = cpu.controller(pool, 'dynamic', {settings(server)!r})\n"
+        f"tokens = {tokens!r}\n"
+        "print(cpu.backup(one, tokens, pool.alloc(len(tokens))), flush=True)\n"
+        "import os; os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout.split()[-1:] == ["6"], done.stderr[-3000:]
+    theirs, pool = cpu.mha("page_first", pages=9), cpu.mha("page_first", pages=30)
+    cpu.scramble(theirs, 5)
+    with running(pool, server) as one:
+        found, read, indices = cpu.prefetch(one, tokens)
+        assert (found, read) == (6, 6)
+        assert cpu.equal(pool, indices, theirs, theirs.alloc(len(tokens)))
+
+
+def test_weights_that_are_replaced_end_it(server):
+    pool, tokens = cpu.mha("page_first"), prompt(4)
+    with told(), running(pool, server) as one:
+        indices = pool.alloc(len(tokens))
+        assert cpu.backup(one, tokens, indices) == 4
+        assert get_serving().weight_version == "default"
+        get_context().override("test", weight_version="step-2")
+        assert cpu.prefetch(one, tokens)[0] == 0
+        assert cpu.backup(one, prompt(4), indices) == 0
+        pool.clear()
+        with running(pool, server) as again:  # attached anew: a cache of this start only
+            assert cpu.prefetch(again, tokens)[0] == 0
+            assert cpu.backup(again, tokens, pool.alloc(len(tokens))) == 4
+            assert cpu.prefetch(again, tokens)[0] == 4
+
+
+def test_a_file_that_changed_since_the_start_names_nothing(server):
+    tokens = saved(cpu.mha("page_first"), server, 4)
+    weights = MODELS / "b" / "model.safetensors"
+    with told(model_path=MODELS / "b"):
+        assert hits(cpu.mha("page_first"), server, saved(cpu.mha("page_first"), server, 4)) == 4
+        os.utime(weights)  # its time of change is now
+        tokens = saved(cpu.mha("page_first"), server, 4)
+        assert hits(cpu.mha("page_first"), server, tokens) == 0
+
+
+# ---- side pools ----------------------------------------------------------------------------------
+
+
+def test_side_pools_with_holes_end_where_files_end(server, tmp_path):
+    """Random holes of an ALL_PAGES and a TRAILING pool, the storages called themselves."""
+    layout, choose = "page_first", random.Random(7)
+    pools = {PoolName.KV: cpu.mha(layout), PoolName.INDEXER: cpu.mha(layout, heads=1),
+             PoolName.SWA: cpu.mha(layout, heads=2)}  # fmt: skip
+    with hybrid(pools, server) as one, filing(pools[PoolName.KV], tmp_path) as file:
+        both = [one.storage_backend, file.storage_backend]
+        for name, pool in pools.items():
+            both[1].register_mem_host_pool_v2(pool, name)
+            cpu.scramble(pool)
+        for _ in range(30):
+            names = cpu.hashes_of(prompt(12))
+            for name in pools:
+                missing = 0.05 if name == PoolName.KV else 0.2
+                kept = [at for at in range(12) if choose.random() > missing]
+                indices = torch.cat([torch.arange(at * 64, at * 64 + 64) for at in kept])
+                for each in both:
+                    transfer = PoolTransfer(name, indices, keys=[names[at] for at in kept])
+                    assert all(each.batch_set_v2([transfer])[name])
+            trailing = PoolTransfer(PoolName.SWA, keys=names[: choose.randint(1, 3)],
+                                    hit_policy=PoolHitPolicy.TRAILING_PAGES)  # fmt: skip
+            for asked in ([PoolTransfer(PoolName.INDEXER)], [trailing],
+                          [PoolTransfer(PoolName.INDEXER), trailing]):  # fmt: skip
+                found, oracle = (each.batch_exists_v2(names, asked) for each in both)
+                assert (found.kv_hit_pages, found.restorable_prefix_pages) == (
+                    oracle.kv_hit_pages, oracle.restorable_prefix_pages)  # fmt: skip
+                assert found.extra_pool_hit_pages == oracle.extra_pool_hit_pages
+        unknown = PoolTransfer(PoolName.INDEXER, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+        assert both[0].batch_exists_v2(names, [unknown]).kv_hit_pages == 0
+
+
+@contextlib.contextmanager
+def hybrid(pools, server, **more):
+    one = cpu.hybrid(pools, "dynamic", settings(server, **more))
+    try:
+        yield one
+    finally:
+        one.detach_storage_backend()
+
+
+def test_two_pools_attach_at_once_to_a_fresh_server():
+    """Each is a size of chunks, for which the server has to make room."""
+    kv, index = cpu.mha("page_first_direct"), cpu.mha("page_first_direct", heads=1)
+    for pool in (kv, index):
+        cpu.scramble(pool)
+    tokens, pools = prompt(10), {PoolName.KV: kv, PoolName.INDEXER: index}
+    with serving(ram_bytes=64 << 20) as fresh, hybrid(pools, fresh) as one:
+        begin, side = kv.alloc(len(tokens)), [cpu.sidecar(PoolName.INDEXER)]
+        one.write_storage(begin, tokens, cpu.hashes_of(tokens), None, extra_pools=side)
+        assert one.ack_backup_queue.get(timeout=cpu.WAIT_S).completed_tokens == len(tokens)
+        found, read, indices = cpu.prefetch(one, tokens, [cpu.sidecar(PoolName.INDEXER)])
+        assert (found, read) == (10, 10)
+        assert all(cpu.equal(pool, begin, pool, indices) for pool in (kv, index))
+
+
+# ---- tensor-parallel sizes -----------------------------------------------------------------------
+
+
+def test_head_groups_go_from_one_rank_to_two_and_back(server):
+    extra = {"tp_lcm_size": 4}
+    one, first, second = cpu.mha("page_head"), *(cpu.mha("page_head", heads=2) for _ in range(2))
+    cpu.scramble(one)
+    with told(tp_size=1):
+        tokens = saved(one, server, 6, extra=extra)
+    halves = []
+    for rank, half in enumerate((first, second)):
+        with told(tp_size=2), running(half, server, extra=extra, tp=(rank, 2)) as reader:
+            found, read, indices = cpu.prefetch(reader, tokens)
+            assert (found, read) == (6, 6)
+            halves.append(half.kv_buffer[:, int(indices[0]) // 64 : int(indices[-1]) // 64 + 1])
+    whole = one.kv_buffer[:, :6]  # K and V, page, head, ...
+    assert torch.equal(torch.cat(halves, dim=2).view(torch.int16), whole.view(torch.int16))
+    tokens, back = prompt(6), cpu.mha("page_head")
+    for rank, half in enumerate((first, second)):
+        half.clear()
+        cpu.scramble(half, rank)
+        with told(tp_size=2), running(half, server, extra=extra, tp=(rank, 2)) as writer:
+            assert cpu.backup(writer, tokens, half.alloc(len(tokens))) == 6
+    with told(tp_size=1), running(back, server, extra=extra) as reader:
+        assert cpu.prefetch(reader, tokens)[:2] == (6, 6)
+    whole = torch.cat([first.kv_buffer[:, :6], second.kv_buffer[:, :6]], dim=2)
+    assert torch.equal(back.kv_buffer[:, :6].view(torch.int16), whole.view(torch.int16))
+    with pytest.raises((ConfigError, ValueError), match="3 KV heads"):
+        cpu.controller(cpu.mha("page_head", heads=3), "dynamic", settings(server, tp_lcm_size=2))
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def calls_of(storage, tokens, indices):
+    names = cpu.hashes_of(tokens)
+    none, transfer = [False] * len(names), PoolTransfer(PoolName.KV, indices, keys=names)
+    return {
+        "exists": (lambda: storage.batch_exists(names), 0, 0.1),
+        "exists_v2": (
+            lambda: storage.batch_exists_v2(names, []),
+            PoolTransferResult(0, {}, []), 0.1),
+        "get": (lambda: storage.batch_get_v1(names, indices), none, 5.0),
+        "set": (lambda: storage.batch_set_v1(names, indices), none, 5.0),
+        "get_v2": (lambda: storage.batch_get_v2([transfer]), {PoolName.KV: none}, 5.0),
+        "set_v2": (lambda: storage.batch_set_v2([transfer]), {PoolName.KV: none}, 5.0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["absent", "killed", "stopped"])
+def test_each_call_ends_without_its_server(tmp_path, fault):
+    """Within its bound, with a miss; and all comes back."""
+    pool = cpu.mha("page_first")
+    cpu.scramble(pool)
+    with short_folder() as folder:
+        one = ServerProcess(folder, ram_bytes=64 << 20)
+        if fault != "absent":
+            one.start()
+        with running(pool, one) as controller:
+            storage, tokens = controller.storage_backend, prompt(4)
+            indices = pool.alloc(len(tokens))
+            for name, (call, miss, bound_s) in calls_of(storage, tokens, indices).items():
+                if fault == "stopped":
+                    one.pause()
+                elif fault == "killed":
+                    one.kill()
+                begun = time.monotonic()
+                found = call()
+                took = time.monotonic() - begun
+                assert took < bound_s + SLACK_S, name
+                if name == "exists_v2":
+                    assert found.kv_hit_pages == 0
+                else:
+                    assert found == miss, name
+                if fault == "stopped":
+                    one.resume()
+                elif fault == "killed":
+                    one.start()
+                    wait_for(lambda: storage._pools["kv"].is_ready, "back")
+            if fault == "absent":
+                one.start()
+            wait_for(lambda: all(storage.batch_set_v1(cpu.hashes_of(tokens), indices)), "back")
+            assert cpu.prefetch(controller, tokens)[:2] == (4, 4)
+        one.kill()
+
+
+def test_every_page_of_a_thousand_is_on_nvme_behind_little_ram(tmp_path):
+    """RAM of 128 slots. Then a crash of the server and a warm restart, and a damaged byte."""
+    pool, count = cpu.mha("page_first", pages=1010), 1000
+    cpu.scramble(pool)
+    room = {"nvme_path": str(tmp_path), "nvme_bytes": 128 << 20, "ram_bytes": 128 * PAGE_BYTES}
+    with serving(**room) as one, running(pool, one) as controller:
+        tokens = prompt(count)
+        indices = pool.alloc(len(tokens))
+        assert cpu.backup(controller, tokens, indices) == count
+        storage, names = controller.storage_backend, cpu.hashes_of(tokens)
+        kept = storage._pools["kv"]
+
+        def held() -> int:
+            return sum(kept.server.known(kept.keys(names)))
+
+        def again(before: bytes) -> None:
+            one.start()
+            wait_for(lambda: held() and kept.server._client.server != before, "back")
+
+        stats = kept.server._client.stats
+        wait_for(lambda: stats().get("queued", 1) == 0, "all is written")
+        assert stats()["nvme_held"] >= 0.99 * count
+        first = kept.server._client.server
+        one.kill()
+        again(first)
+        assert held() >= 0.99 * count, "warm"
+        pool.free(indices[: 64 * 200])
+        there = kept.server.known(kept.keys(names))
+        chosen = [at for at, is_there in enumerate(there) if is_there][-128:]
+        into, pages = torch.arange(64 * 128), [indices[64 * at : 64 * at + 64] for at in chosen]
+        assert all(storage.batch_get_v1([names[at] for at in chosen], into))
+        assert cpu.equal(pool, torch.cat(pages), pool, into)
+        second = kept.server._client.server
+        one.stop()
+        for file in [path for path in tmp_path.rglob("*") if path.is_file()]:
+            for at in range(file.stat().st_size // 8, file.stat().st_size, PAGE_BYTES // 2):
+                flip(file, at)
+        again(second)
+        done = storage.batch_get_v1(names[-300:-200], into[: 64 * 100])
+        read = sum(done)
+        assert not all(done), "nothing of it was damaged"
+        assert cpu.equal(pool, indices[-64 * 300 :][: 64 * read], pool, into[: 64 * read])
+
+
+def test_failures_that_sglang_injects_end_no_thread(server, monkeypatch):
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.02")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    pool, others = cpu.mha("page_first", pages=80), 0
+    cpu.scramble(pool)
+    with running(pool, server) as one:
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            tokens = prompt(4)
+            begin = pool.alloc(len(tokens))
+            stored = cpu.backup(one, tokens, begin)
+            found, read, indices = cpu.prefetch(one, tokens)
+            assert read <= max(found, stored)
+            if read:
+                others += 1
+                assert cpu.equal(pool, begin[: 64 * read], pool, indices[: 64 * read])
+            pool.clear()
+        assert one.prefetch_thread.is_alive() and one.backup_thread.is_alive()
+        assert one.prefetch_io_aux_thread.is_alive() and others
+
+
+def test_what_does_not_fit_is_refused_by_name(server, caplog, tmp_path):
+    pool = cpu.mha("page_first", page=8, pages=20)
+    with pytest.raises((ConfigError, ValueError), match="unknown key sever"):
+        cpu.controller(pool, "dynamic", settings(server, sever="unix:///x"))
+    with running(pool, server):
+        assert "--page-size 8" in caplog.text
+    token = tmp_path / "token"
+    token.write_text("a" * 32)
+    token.chmod(0o600)
+    with running(cpu.mha("page_first"), server, extra={"server_token_file": str(token)}) as one:
+        assert "pool kv is not kept" in caplog.text
+        assert cpu.prefetch(one, prompt(4))[0] == 0
+    lines = len(caplog.records)
+    storage = one.storage_backend
+    assert storage is None and lines < 60
+
+
+def test_over_tcp_bytes_are_equal(tmp_path):
+    from kvtier.bench.processes.servers import free_port
+
+    port, pool = free_port(), cpu.mha("page_first")
+    cpu.scramble(pool)
+    with serving(f"tcp://127.0.0.1:{port}", flags=["--insecure"], ram_bytes=64 << 20) as one:
+        far = cpu.PLUGIN | {"server": f"tcp://127.0.0.1:{port}"}
+        controller = cpu.controller(pool, "dynamic", far)
+        tokens = prompt(8)
+        begin = pool.alloc(len(tokens))
+        assert cpu.backup(controller, tokens, begin) == 8
+        found, read, indices = cpu.prefetch(controller, tokens)
+        assert (found, read) == (8, 8) and cpu.equal(pool, begin, pool, indices)
+        one.pause()
+        began = time.monotonic()
+        assert controller.storage_backend.batch_exists(cpu.hashes_of(tokens)) == 0
+        assert time.monotonic() - began < 0.1 + SLACK_S
+        one.resume()
+        controller.detach_storage_backend()
+
+
+def test_metrics_count_batches_and_clear_forgets(server):
+    pool = cpu.mha("page_first")
+    tokens = prompt(4)
+    with running(pool, server) as one:
+        storage = one.storage_backend
+        assert storage.get_stats() is None
+        storage._stats = {}
+        cpu.backup(one, tokens, pool.alloc(len(tokens)))
+        cpu.prefetch(one, tokens)
+        stats = storage.get_stats()
+        assert (stats.backup_pgs, stats.prefetch_pgs) == ([4], [4])
+        assert stats.backup_bandwidth[0] > 0 and storage.get_stats().backup_pgs == []
+        storage.clear()
+        wait_for(lambda: cpu.prefetch(one, tokens)[0] == 0, "forgotten")

@@ -1,0 +1,103 @@
+"""``kvtier launch`` and ``kvtier doctor`` with SGLang's commands, on a made-up SGLang: what is run,
+what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import launch
+from kvtier.cli.checks.engine import check_command
+from kvtier.cli.sglang_command import refuse
+from kvtier.core.errors import ConfigError
+from tests.child_process import DEADLINE_S
+from tests.unit.cli.test_launch import dist
+
+ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv[1:]]), flush=True)"
+SERVE = (sys.executable, "-m", "sglang.launch_server", "--model-path", "M")
+
+
+@pytest.fixture
+def home(tmp_path):
+    place = tmp_path / "site"
+    (place / "sglang").mkdir(parents=True)
+    (place / "sglang/__init__.py").touch()
+    (place / "sglang/launch_server.py").write_text(ECHO)
+    dist(place, "sglang", "0.5.23")
+    (place / "kvtier").symlink_to(Path(launch.__file__).parents[1], target_is_directory=True)
+    return place
+
+
+@pytest.fixture
+def start(home):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+
+    def run(*words, **env):
+        return subprocess.run(
+            [sys.executable, "-m", "kvtier", *words], env={**clean, "PYTHONPATH": str(home), **env},
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def extra_of(words):
+    return json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
+
+
+def test_hicache_gets_the_server_that_is_named(start):
+    done = start("launch", "--", *SERVE, "--page-size", "32", KVTIER_SERVER="unix:///run/a.sock",
+                 KVTIER_NAMESPACE="team")  # fmt: skip
+    words = json.loads(done.stdout)[1]
+    assert (
+        words[:4] == ["--model-path", "M", "--page-size", "32"] and words.count("--page-size") == 1
+    )
+    assert words[4:7] == ["--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic"]
+    extra = extra_of(words)
+    assert extra["server"] == "unix:///run/a.sock" and extra["namespace"] == "team"
+    assert extra["module_path"] == "kvtier.connectors.sglang.plugin" and extra["interface_v1"]
+    assert "SGLang 0.5.23; its HiCache has the server" in done.stderr
+
+
+def test_without_a_server_one_is_started_beside_the_engine(start):
+    done = start("launch", "--", *SERVE, KVTIER_RAM_BYTES="64MiB", KVTIER_ADMIN="off")
+    words = json.loads(done.stdout)[1]
+    assert words[2:5] == ["--enable-hierarchical-cache", "--page-size", "64"]
+    assert extra_of(words)["server"].startswith("unix:///") and "started beside it" in done.stderr
+
+
+def test_the_printed_command_is_what_runs(start):
+    done = start("launch", "--print", "--", *SERVE, KVTIER_SERVER="unix:///run/a.sock")
+    assert "--hicache-storage-backend dynamic" in done.stdout and "[" not in done.stdout[:1]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--hicache-storage-backend", "file"], "an engine has one storage"),
+        (["--dcp-size", "2"], "only files and Mooncake"),
+        (["--page-size", "1"], "small ones are slow"),
+        (["--disaggregation-decode-enable-offload-kvcache"], "no storage of another package"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_by_name(words, why):
+    with pytest.raises(ConfigError, match=why):
+        refuse(words)
+    (found,) = check_command(["--", *SERVE, *words])
+    assert found.state == "fail" and why in found.seen
+
+
+def test_a_python_without_sglang_or_kvtier_is_refused(start, home):
+    dist(home, "other", "1.0")
+    done = start("launch", "--", *SERVE, KVTIER_SERVER="unix:///run/a.sock")
+    assert done.returncode == 2 and "has no SGLang" in done.stderr
+    dist(home, "sglang", "0.6.0")
+    done = start("launch", "--", *SERVE, KVTIER_SERVER="unix:///run/a.sock")
+    assert "0.6.0 (not tested: 0.5.23 is)" in done.stderr
+    done = start("doctor", "--", *SERVE)
+    assert "SGLang 0.6.0" in done.stdout and "vLLM" not in done.stdout.partition("command")[0]

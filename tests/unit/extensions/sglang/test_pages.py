@@ -1,0 +1,147 @@
+"""What decides without SGLang: names of pages, hit policies, head groups, copies that end."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from kvtier.core.errors import ConfigError
+from kvtier.core.lanes import Lane
+from kvtier.extensions.sglang.engine_identity import DOES_NOT, identity
+from kvtier.extensions.sglang.moves import Bounded, Pieces, Transfer
+from kvtier.extensions.sglang.pages import PoolPages, Ranks, head_groups, legal_ends
+
+ENGINE = {"arguments": {"tp_size": 2, "dtype": "auto"}, "files": {"model_path": "ab"}}
+PAGES = PoolPages("kv", "page_first", "torch.bfloat16", 64, "pieces", (512, 512))
+RANKS = Ranks((0, 2), (0, 1), (0, 1), (0, 1), replicated=False)
+
+
+def own(pages=PAGES, ranks=RANKS, engine=ENGINE, classes=("MHATokenToKVPoolHost",)):
+    return pages.chunks(engine, ranks, classes).fingerprint
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pages": replace(PAGES, pool="indexer")},
+        {"pages": replace(PAGES, layout="page_first_direct")},
+        {"pages": replace(PAGES, dtype="torch.float16")},
+        {"pages": replace(PAGES, page_tokens=32)},
+        {"pages": replace(PAGES, form="flat")},
+        {"pages": replace(PAGES, sizes=(256, 768))},
+        {"ranks": replace(RANKS, tp=(1, 2))},
+        {"ranks": replace(RANKS, tp=(0, 4))},
+        {"ranks": replace(RANKS, pp=(1, 2))},
+        {"ranks": replace(RANKS, cp=(1, 2))},
+        {"ranks": replace(RANKS, dcp=(1, 2))},
+        {"engine": {**ENGINE, "files": {"model_path": "cd"}}},
+        {"engine": {**ENGINE, "arguments": {"tp_size": 4, "dtype": "auto"}}},
+    ],
+)
+def test_whatever_decides_bytes_is_in_the_fingerprint(other):
+    assert own(**other) != own()
+    assert own() == own(engine=dict(ENGINE))
+
+
+def test_ranks_share_what_is_the_same_on_all_of_them():
+    one, other = (replace(RANKS, tp=(rank, 2), replicated=True) for rank in (0, 1))
+    assert own(ranks=one, classes=["MLAPool"]) == own(ranks=other, classes=["MLAPool"])
+    assert own(ranks=one) != own(ranks=other), "a draft with heads beside an MLA model"
+    assert own(ranks=one, classes=["MLAPool"]) != own(
+        ranks=replace(one, tp=(0, 4)), classes=["MLAPool"]
+    )
+
+
+def test_head_groups_have_one_name_in_every_size_of_a_fleet():
+    def pages_of(rank, size, heads):
+        ranks = replace(RANKS, tp=(rank, size), tp_lcm=4)
+        groups, first = head_groups(ranks, "page_head", "kv", heads)
+        pages = replace(PAGES, form="heads", layout="page_head", groups=groups, first_group=first)
+        engine = {**ENGINE, "arguments": {"tp_size": size}}
+        return pages, pages.chunks(engine, ranks, ["MHA"]).fingerprint
+
+    (one, name), (low, _), (high, same) = (
+        pages_of(0, 1, 8), pages_of(0, 2, 4), pages_of(1, 2, 4))  # fmt: skip
+    assert name == same
+    assert low.keys(name, ["a"]) + high.keys(name, ["a"]) == one.keys(name, ["a"])
+    assert len(set(one.keys(name, ["a", "b"]))) == 8
+    assert one.whole([True] * 4 + [True, False, True, True]) == [True, False]
+    assert head_groups(RANKS, "page_head", "kv", 8) == (0, 0)
+    assert head_groups(replace(RANKS, tp_lcm=4), "page_first", "kv", 8) == (0, 0)
+    with pytest.raises(ConfigError, match="3 KV heads"):
+        head_groups(replace(RANKS, tp_lcm=4), "page_head", "kv", 3)
+
+
+@given(some.lists(some.booleans(), max_size=12), some.integers(0, 4))
+def test_legal_ends_are_those_that_the_policy_says(held, trailing):
+    ends = range(1, len(held) + 1)
+    assert legal_ends("all_pages", held, trailing) == {end for end in ends if all(held[:end])}
+    last = max(1, trailing)
+    assert legal_ends("trailing_pages", held, trailing) == {
+        end for end in ends if all(held[max(0, end - last) : end])
+    }
+    assert legal_ends("block_groups", held, trailing) is None
+
+
+def test_a_transfer_copies_both_ways_and_nothing_once_it_has_ended():
+    memory = np.arange(300, dtype=np.uint8)
+    at = memory.ctypes.data
+    slot = bytearray(b"x" * 256)
+    transfer = Transfer(1)
+    transfer.copies = Pieces([[(at + 100, 50), (at, 30)]])
+    assert transfer.fill(0, memoryview(slot))
+    assert bytes(slot) == memory[100:150].tobytes() + memory[:30].tobytes() + bytes(176)
+    memory[:] = 0
+    assert transfer.take(0, memoryview(slot)) and transfer.taken == [True]
+    assert memory[100:150].tolist() == list(range(100, 150)) and memory[:30].tolist() == [
+        *range(30)
+    ]
+    transfer.end()
+    memory[:] = 7
+    before = bytes(slot)
+    assert not transfer.take(0, memoryview(slot)) and not transfer.fill(0, memoryview(slot))
+    assert bytes(slot) == before and set(memory.tolist()) == {7}
+
+
+def test_a_call_ends_in_time_and_raises_nothing(caplog):
+    bounded, hold = Bounded(), threading.Event()
+    lane: Lane = bounded.loads
+    assert bounded.call(lane, lambda: 1, 0, 30.0) == 1
+    assert bounded.call(lane, lambda: 1 // 0, -1, 30.0) == -1
+    assert "ZeroDivisionError" in caplog.text
+    assert bounded.call(lane, lambda: hold.wait() and 1, -1, 0.01) == -1
+    for _ in range(40):
+        bounded.call(lane, lambda: 1, -1, 0.0)
+    hold.set()
+    bounded.close()
+    assert bounded.call(lane, lambda: 1, -1, 30.0) == -1, "closed"
+
+
+def test_weights_decide_by_content_and_what_is_unknown_serves_one_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier.extensions.sglang.engine_identity._started", lambda: 1e18)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"one")
+    arguments = {"model_path": str(model), "load_format": "auto", "dtype": "auto", "port": 1}
+    one = identity(arguments)
+    assert identity({**arguments, "port": 2}) == one and "port" in DOES_NOT
+    assert identity({**arguments, "dtype": "half"}) != one
+    for change in ({"load_format": "dummy"}, {"model_path": "/nowhere/x"}, {"dtype": object()}):
+        first, second = (identity({**arguments, **change}) for _ in range(2))
+        assert "start" in first and first != second
+    assert identity(arguments, "weights were replaced") != identity(
+        arguments, "weights were replaced"
+    )
+    (model / "model.safetensors").write_bytes(b"two")
+    two = identity(arguments)
+    assert two != one and "start" not in two
+    (model / "config.json").write_text('{"auto_map": {"AutoModel": "far/away--code.Model"}}')
+    assert "start" in identity({**arguments, "trust_remote_code": True})
+    monkeypatch.setattr("kvtier.extensions.sglang.engine_identity._started", lambda: 0.0)
+    assert "start" in identity(arguments), "files that are younger than the engine"
