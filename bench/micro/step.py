@@ -3,13 +3,16 @@ a model that computes nothing.
 
     python -m kvtier.bench.micro.step [--async]
 
-Without a connector, with kvtier's and with vLLM's OffloadingConnector in turn, each in a process of
-its own. A row is CPU time of the scheduling thread in one step: vLLM's own, and what all hooks of a
-connector add.
+Without a connector, with kvtier's over RAM, over RAM and NVMe, and with vLLM's OffloadingConnector
+in turn, each in a process of its own. A row is CPU time of the scheduling thread in one step:
+vLLM's own, and what all hooks of a connector add. *Message*: the step's metadata, as vLLM pickles
+it for workers. *Worker*: a worker's hooks in the step.
 
 - *decode of N*: N requests that each get one token a step, none of which ends.
-- *eight cold prompts*: of 1,024 tokens each, in one step, of which nothing is known.
-- *32k cold*, *32k from RAM*: the dearest step of a prompt of 32,768 tokens beside 512 that decode.
+- *eight cold prompts*: of 1,024 tokens each, in one step, of which nothing is known. In the same
+  step eight others end.
+- *32k cold*, *from RAM*, *from NVMe*: the dearest step of a prompt of 32,768 tokens beside 512 that
+  decode.
 """
 
 from __future__ import annotations
@@ -38,15 +41,19 @@ from kvtier.connectors.vllm import LOAD_EVERY_HIT
 BLOCK_TOKENS, LONGEST_TOKENS, BATCH_TOKENS, BLOCKS = 16, 40_960, 8_192, 30_000
 LAYER = "model.layers.0.attn"
 ALONE = "vLLM"
-DECODING, LONG_TOKENS, PROMPT_TOKENS, PROMPTS = (64, 256, 512), 32_768, 1_024, 8
+DECODING, MOST_DECODING = (64, 256, 512), 1_024
+LONG_TOKENS, PROMPT_TOKENS, PROMPTS = 32_768, 1_024, 8
 HOOKS = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"),
-    *("build_connector_meta", "update_connector_output", "request_finished", "take_events"),
-    "has_pending_push_work",
+    *("build_connector_meta", "update_connector_output", "request_finished_all_groups"),
+    *("take_events", "get_kv_connector_stats", "has_pending_push_work"),
 )
 _BYTES = 512 << 20
 _OURS = {"ram_bytes": _BYTES, "log_level": "ERROR", LOAD_EVERY_HIT: True}
 """Nothing takes time to compute here, so no hit would pay."""
+NVME = "kvtier, RAM and NVMe"
+_SMALL_RAM = {"ram_bytes": 4 << 20, "nvme_bytes": _BYTES}
+"""RAM for four prompts of 32,768 tokens."""
 _OFFLOADING = {
     "spec_name": "OffloadOnCPU",
     "spec_module_path": "kvtier.bench.compare.peers.offloading_cpu",
@@ -56,6 +63,7 @@ _OFFLOADING = {
 ARMS: dict[str, dict[str, Any] | None] = {
     ALONE: None,
     "kvtier": TRANSFER | {"kv_connector_extra_config": _OURS},
+    NVME: TRANSFER | {"kv_connector_extra_config": _OURS | _SMALL_RAM},
     "OffloadingConnector": {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -65,11 +73,15 @@ ARMS: dict[str, dict[str, Any] | None] = {
 
 
 class Spent(NamedTuple):
-    """CPU seconds of a step: vLLM's own, all of the connector's calls, and its longest call."""
+    """CPU seconds of a step: vLLM's own, all of the connector's calls, and its longest call. Of its
+    message the bytes, and the time to pickle it. The worker's time."""
 
     vllm_s: float
     added_s: float
     longest_s: float
+    message_bytes: float
+    message_s: float
+    worker_s: float
 
 
 class SchedulingLoop:
@@ -95,7 +107,7 @@ class SchedulingLoop:
             max_num_batched_tokens=BATCH_TOKENS,
             block_size=BLOCK_TOKENS,
             enforce_eager=True,
-            kv_transfer_config=ARMS[arm],
+            kv_transfer_config=_arm(arm, model),
         ).create_engine_config()
         config.scheduler_config.async_scheduling = is_async
         config.cache_config.num_gpu_blocks = BLOCKS
@@ -103,6 +115,7 @@ class SchedulingLoop:
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         cache, made = _cache(), StructuredOutputManager(config)
         self.worker: Any = None
+        self.has_nvme = arm == NVME
         with set_current_vllm_config(config):
             if arm != ALONE:
                 make = KVConnectorFactory.create_connector
@@ -111,7 +124,8 @@ class SchedulingLoop:
             self.scheduler = kind(config, cache, made, block_size=BLOCK_TOKENS, log_stats=True)
         self._in_flight, self._depth = deque[tuple[Any, Any]](), 1 + is_async
         self.hooks: dict[str, list[int]] = defaultdict(list)
-        self.metadata_bytes = self.hit_tokens = 0
+        self._message = (0.0, 0.0, 0.0)
+        self.hit_tokens = 0
         self._names = iter(range(1 << 30))
         if arm != ALONE:
             self._join()
@@ -149,8 +163,6 @@ class SchedulingLoop:
         self.scheduler.add_request(request)
 
     def step(self) -> Spent:
-        for spent in self.hooks.values():
-            spent.clear()
         begun = time.thread_time_ns()
         output = self.scheduler.schedule()
         took = time.thread_time_ns() - begun
@@ -160,8 +172,12 @@ class SchedulingLoop:
             begun = time.thread_time_ns()
             self.scheduler.update_from_output(output, result)
             took += time.thread_time_ns() - begun
+        before = sum(self.hooks["on_new_request"])  # outside of these two calls
         calls = [one for spent in self.hooks.values() for one in spent]
-        return Spent((took - sum(calls)) / 1e9, sum(calls) / 1e9, max(calls, default=0) / 1e9)
+        own, longest = took - sum(calls) + before, max(calls, default=0)
+        for spent in self.hooks.values():
+            spent.clear()
+        return Spent(own / 1e9, sum(calls) / 1e9, longest / 1e9, *self._message)
 
     def _worked(self, output: Any) -> Any:
         """The answer of a worker that computes nothing."""
@@ -169,10 +185,12 @@ class SchedulingLoop:
 
         told = None
         if self.worker is not None:
-            sent = pickle.dumps(output.kv_connector_metadata)
-            self.metadata_bytes = len(sent)
-            worker = self.worker
-            worker.bind_connector_metadata(pickle.loads(sent))  # noqa: S301 - our own
+            clock, begun = time.thread_time_ns, time.thread_time_ns()
+            sent = pickle.dumps(output.kv_connector_metadata, pickle.HIGHEST_PROTOCOL)
+            pickled_s = (clock() - begun) / 1e9
+            worker, message = self.worker, pickle.loads(sent)  # noqa: S301 - our own
+            begun = clock()
+            worker.bind_connector_metadata(message)
             worker.start_load_kv(None)
             worker.wait_for_save()
             sending, receiving = worker.get_finished(output.finished_req_ids)
@@ -183,6 +201,7 @@ class SchedulingLoop:
                 kv_connector_worker_meta=worker.build_connector_worker_meta(),
             )
             worker.clear_connector_metadata()
+            self._message = len(sent), pickled_s, (clock() - begun) / 1e9
         names, there = list(output.num_scheduled_tokens), self.scheduler.requests
         sampled = [
             [7] if there[name].num_computed_tokens >= there[name].num_tokens - 1 else []
@@ -204,6 +223,16 @@ class SchedulingLoop:
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests([*self.scheduler.requests], RequestStatus.FINISHED_ABORTED)
+
+
+def _arm(arm: str, folder: Path) -> dict[str, Any] | None:
+    """The arm's KV transfer, with a fresh place for NVMe."""
+    told = ARMS[arm]
+    if told is None or arm != NVME:
+        return told
+    place = tempfile.mkdtemp(dir=folder.parent)
+    extra = told["kv_connector_extra_config"] | {"nvme_path": place}
+    return told | {"kv_connector_extra_config": extra}
 
 
 def _cache() -> Any:
@@ -237,21 +266,31 @@ def workloads(engine: SchedulingLoop, steps: int) -> Iterator[tuple[str, list[Sp
     def prompt(tokens: int) -> list[int]:
         return draw.choices(range(1, 500), k=tokens)
 
-    for running in DECODING:
+    def decode(running: int) -> tuple[str, list[Spent]]:
         while len(engine.scheduler.requests) < running:
             engine.ask(prompt(draw.randrange(20, 200)), LONG_TOKENS // 2)
         engine.settle(12)
-        yield f"decode of {running}", [engine.step() for _ in range(steps)]
+        return f"decode of {running}", [engine.step() for _ in range(steps)]
+
+    for running in DECODING:
+        yield decode(running)
     long = prompt(LONG_TOKENS)
-    for what in ("cold", "from RAM"):
+    for what in ("cold", "from RAM", *["from NVMe"] * engine.has_nvme):
+        if what == "from NVMe":
+            for _ in range(5):
+                engine.ask(prompt(LONG_TOKENS), 1)
+                engine.settle(8)
+            engine.crowd_out()
+        engine.hit_tokens = 0
         engine.ask(long, 1)
         found = [engine.step() for _ in range(8)]
         engine.settle(20)
         engine.crowd_out()
         hit = engine.worker is not None and what != "cold"
         if hit and engine.hit_tokens < LONG_TOKENS // 2:
-            raise SystemExit(f"only {engine.hit_tokens} tokens of the prompt were a hit")
+            raise SystemExit(f"{what}: only {engine.hit_tokens} tokens of the prompt were a hit")
         yield f"32k {what} beside {running}", [max(found, key=lambda one: one.added_s)]
+    yield decode(MOST_DECODING)
     engine.abort()
     engine.settle(4)
     found = []
@@ -263,13 +302,12 @@ def workloads(engine: SchedulingLoop, steps: int) -> Iterator[tuple[str, list[Sp
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    """Of each workload the medians, the longest call of all, and the bytes of the last step's
-    metadata."""
+    """Of each workload the medians, but the longest call of all."""
     engine = SchedulingLoop(given.model, given.arm, is_async=given.is_async)
     told = {}
     for name, found in workloads(engine, given.steps):
-        middle = [statistics.median(one[place] for one in found) for place in range(2)]
-        told[name] = *middle, max(one.longest_s for one in found), engine.metadata_bytes
+        middle = Spent(*map(statistics.median, zip(*found, strict=True)))
+        told[name] = middle._replace(longest_s=max(one.longest_s for one in found))
     return told
 
 
@@ -292,15 +330,23 @@ def _in_a_process(words: list[str]) -> dict[str, Any]:
 
 def rows_of(found: dict[str, dict[str, list[Any]]]) -> Iterator[Row]:
     for name, by_arm in found.items():
-        own = [1e3 * one[0] for one in by_arm.pop(ALONE)]
-        middle = statistics.median(own)
-        yield median_row(f"{name}: vLLM", own, "ms")
+        alone, middle = by_arm.pop(ALONE, None), None
+        if alone is not None:
+            own = [1e3 * one[0] for one in alone]
+            middle = statistics.median(own)
+            yield median_row(f"{name}: vLLM", own, "ms")
         for arm, told in by_arm.items():
-            added, longest = ([1e3 * one[place] for one in told] for place in (1, 2))
-            share = statistics.median(added) / middle
-            yield median_row(f"{name}: {arm} adds", added, "ms", middle, share)
-            yield median_row(f"{name}: {arm}, longest call", longest, "ms")
-            yield Row(f"{name}: {arm}, metadata", told[-1][3], "bytes")
+            _, added, longest, sizes, pickled, worker = zip(*told, strict=True)
+            milli = [1e3 * one for one in added]
+            share = None if middle is None else statistics.median(milli) / middle
+            yield median_row(f"{name}: {arm} adds", milli, "ms", middle, share)
+            for what, seconds in (
+                ("longest call", longest),
+                ("message pickled", pickled),
+                ("worker", worker),
+            ):
+                yield median_row(f"{name}: {arm}, {what}", [1e3 * one for one in seconds], "ms")
+            yield Row(f"{name}: {arm}, message", statistics.median(sizes), "bytes")
 
 
 def main() -> int:

@@ -69,9 +69,16 @@ class Said:
     """Entries of :data:`KINDS`, each as often as it was said."""
 
 
+_NOTHING_SAID = Said()
+
+
 def of_request(request: Any) -> Said:
     given = request.kv_transfer_params
     given = given if isinstance(given, Mapping) else {}
+    actions = getattr(getattr(request, "kv_hints", None), "actions", ())[:MOST_ACTIONS]
+    own_session = getattr(request, "session_id", None)
+    if not (given or actions or own_session):  # as nearly all
+        return _NOTHING_SAID
     words = Words()
     for name, value in given.items():
         if name in _READERS:
@@ -82,11 +89,9 @@ def of_request(request: Any) -> Said:
             words.bad += 1
     if _LMCACHE_KEEP in given:
         words.say(KEEP, seconds(given[_LMCACHE_KEEP]))
-    for action in getattr(getattr(request, "kv_hints", None), "actions", ())[:MOST_ACTIONS]:
+    for action in actions:
         say_action(words, action.action_type, action.payload)
-    session = (
-        words.said.pop(SESSION, None) or short_name(getattr(request, "session_id", None)) or ""
-    )
+    session = words.said.pop(SESSION, None) or short_name(own_session) or ""
     hint, bad = read({word.removeprefix(_PREFIX): value for word, value in words.said.items()})
     kinds = [
         kind

@@ -68,12 +68,15 @@ def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | N
 
 def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -> list[Move]:
     """Of whole pieces, each with its slot and its blocks."""
-    place = {group: index for index, group in enumerate(geometry.groups)}
+    place = {group.number: index for index, group in enumerate(geometry.groups)}
     moves: dict[int, Move] = {}
-    for piece, slot, blocks in pieces:
-        move = moves.setdefault(place[piece.group], Move(place[piece.group], [], []))
-        move.slots.append(slot)
-        move.blocks.extend(blocks)
+    for (group, _), slot, blocks in pieces:
+        move = moves.get(group.number)
+        if move is None:
+            moves[group.number] = Move(place[group.number], [slot], [*blocks])
+        else:
+            move.slots.append(slot)
+            move.blocks.extend(blocks)
     return list(moves.values())
 
 

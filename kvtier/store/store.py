@@ -212,6 +212,13 @@ class Store:
         rest = keys[start:]
         claim = _Claim(self.clock(), owner)
         lease = LoadLease(self, self.pool, rest[:most], claim)
+        if not lease.keys and len(keys) <= _READY_CHUNKS:  # it is only counted
+            with self._lock:
+                self._directory.used(keys)
+                self.counts["load_asked"] += len(rest)
+                self._miss(rest, 0, owner, most)
+            self._note_prompt(keys, asker)
+            return lease
         try:
             yield from self._in_order(self._directory.used, keys, _READY_CHUNKS)
             while True:
@@ -636,6 +643,8 @@ class Store:
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
         yield from ()  # in one piece
         claim: _Claim = lease.held
+        if not lease.keys:
+            return Progress(0, 0)
         with self._lock:
             entries, before = claim.entries, len(lease.slots)
             ready = before
@@ -660,6 +669,8 @@ class Store:
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """See :class:`kvtier.store.lease.Keeper`. The run's end first: its beginning is hottest."""
         claim: _Claim = lease.held
+        if not lease.keys:
+            return
         with self._lock:
             entries, claim.entries = claim.entries, []
             if lease.sources:

@@ -19,8 +19,7 @@ def scheduler_half(
     from kvtier.extensions.spans.engine import Able, Spans
 
     tools = Tools(store, layout, geometry, Jobs(parts, load_policy.clock), load_policy)
-    misses = Misses(store, geometry, load_policy.clock)
-    does, hints = Duty(**duty), HintDelivery(store, geometry)
+    misses, does, hints = Misses(tools), Duty(**duty), HintDelivery(store, geometry)
     return SchedulerHalf(
         tools, does, (Spans(tools, Able()), misses, hints, EarlyLoads(tools, does))
     )

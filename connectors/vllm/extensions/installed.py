@@ -171,7 +171,7 @@ def shipped(tools: Tools, facts: EngineFacts) -> tuple[Extension, ...]:
     wants_traces = facts.vllm_config.observability_config.otlp_traces_endpoint
     return (
         *_beside("spans", tools, facts),
-        Misses(tools.store, tools.geometry, tools.load_policy.clock),
+        Misses(tools),
         HintDelivery(tools.store, tools.geometry),
         *_beside("event_stream", tools, facts),
         HitLog(),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtier.api import KVStore
-from kvtier.connectors.vllm.extension import Extension
-from kvtier.connectors.vllm.groups import Geometry, Piece
+from kvtier.connectors.vllm.extension import Extension, Tools
+from kvtier.connectors.vllm.groups import Piece
 from kvtier.connectors.vllm.scheduler_side.hit_table import longest_hit
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
@@ -22,8 +21,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 class Misses(Extension):
-    def __init__(self, store: KVStore, geometry: Geometry, clock: Callable[[], float]) -> None:
-        self._geometry = geometry
+    def __init__(self, tools: Tools) -> None:
+        self._layout, self._geometry = tools.layout, tools.geometry
+        store, clock = tools.store, tools.load_policy.clock
         self._first = FirstChunks()
         own, pool = store.status(), store.pool
         holds = f"the server's RAM holds {pool.slots:,} chunks" if pool else "the server is full"
@@ -63,7 +63,7 @@ class Misses(Extension):
         if why == "cold" and not prompt.lasts:
             why = "unnamed"
         if why == "cold" and not claim.begin + len(places) + declined_pieces:
-            why = self._first.differs(request.all_token_ids[:size], prompt.extras) or why
+            why = self._first.differs(self._content(prompt), prompt.extras) or why
         if why == "other_chunk_size" and not self._warned:
             self._warned = True
             logger.warning(
@@ -78,8 +78,13 @@ class Misses(Extension):
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
     ) -> None:
         if not saved and computed:
-            first = prompt.request.all_token_ids[: self._geometry.chunk_tokens]
-            self._first.saved(first, prompt.extras)
+            self._first.saved(self._content(prompt), prompt.extras)
+
+    def _content(self, prompt: Prompt) -> bytes:
+        """Key of the first chunk's tokens, whatever else names it."""
+        if prompt.is_plain and prompt.chain is not None:
+            return prompt.chain.keys[0]
+        return self._layout.keys(prompt.request.all_token_ids[: self._layout.chunk_tokens])[0]
 
     def ended(self, job: Pending, *, is_last: bool) -> None:
         if job.save is not None and not job.failed and not job.dropped:
@@ -105,23 +110,19 @@ class Misses(Extension):
         self._hits += len(places)
         if not start:  # otherwise vLLM's own prefix cache has served its beginning: all is well
             self._asked += len(places) + sum(declined.values()) + max(0, short)
-        self._check()
 
     def _too_short(self) -> None:
         self._asked += 1
         self._why["short"] += 1
-        self._check()
 
     def counts(self) -> dict[str, int]:
         """Chunks since the last call as ``loaded_<place>``, ``declined_<reason>`` and
         ``missed_<reason>``, and :data:`ZERO_HITS` as 1 or 0 when it has changed."""
         counts = dict(self._counts)
         self._counts.clear()
+        if self._zero.counted(self._asked, self._hits, self._saved, self._why):
+            logger.warning("%s", self._zero.verdict)
         if bool(self._zero.verdict) != self._told:
             self._told = not self._told
             counts[ZERO_HITS] = int(self._told)
         return counts
-
-    def _check(self) -> None:
-        if self._zero.counted(self._asked, self._hits, self._saved, self._why):
-            logger.warning("%s", self._zero.verdict)

@@ -31,6 +31,8 @@ from kvtier.load_policy.choose import HitEnd, LoadPlan
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.protocol.wire import Reason
 
+_NOTHING = LoadPlan(None, ask=False, within_s=0.0)
+
 
 class Claims:
     def __init__(
@@ -101,10 +103,11 @@ class Claims:
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
     ) -> LoadLease | None:
         """Claim only what is worth it: what is claimed starts to move."""
-        claim = prompt.claim
-        pieces, ends = ends_of_parts(self._geometry, claim.begin, run, result)
-        plan = self._load_policy.choose(ends, claim.begin, busy=busy)
-        taken = 0 if plan.row is None else pieces[plan.row]
+        claim, plan, taken = prompt.claim, _NOTHING, 0
+        if result.known or result.asking is not None:
+            pieces, ends = ends_of_parts(self._geometry, claim.begin, run, result)
+            plan = self._load_policy.choose(ends, claim.begin, busy=busy)
+            taken = 0 if plan.row is None else pieces[plan.row]
         most = len(run.wanted) if plan.ask else taken
         if not self._has_room(prompt, most):
             return None

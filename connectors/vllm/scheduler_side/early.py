@@ -143,12 +143,14 @@ class EarlyLoads(Extension):
     ) -> _Candidate | None:
         """Begin to look at a large hit. None: there is none."""
         geometry, store = self._geometry, self._store
-        if not self._is_on or not self._blocks_suffice:
+        if not self._is_on:
             return None
         if not store.most_held:  # a server has not said it yet
             store.lookup(keys[:1])
         slots = store.most_held
         if slots < _LEAST_SLOTS or len(keys) - geometry.first(computed) <= slots // 2:
+            return None
+        if not self._blocks_suffice:
             return None
         run = geometry.run(keys, computed, geometry.last_end(prompt.request.num_tokens))
         result = self._store.lookup(run.wanted)

@@ -137,6 +137,8 @@ class Prompt:
     """Tokens and media of the prompt when the keys were made. None: they are not made yet."""
     lasts: bool = True
     """Another start of the engine would name its chunks alike."""
+    is_plain: bool = True
+    """Its tokens alone name its chunks."""
     left_alone: bool = False
     """Neither loaded nor saved any more."""
     is_hidden: bool = False
@@ -160,6 +162,7 @@ class Prompt:
             return False
         self.chain = None if named.whole is None else layout.chain(named.whole, named.media)
         self.extras, self.lasts, self.shape = named.first, named.lasts, shape
+        self.is_plain = not (named.whole or named.media)
         self.progress.saved = 0
         return True
 

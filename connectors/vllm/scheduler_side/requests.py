@@ -173,6 +173,9 @@ class Named(NamedTuple):
     """Another start of the engine gives the same names."""
 
 
+_ONLY_TOKENS = Named(b"", {}, (b"", b"", b""), lasts=True)
+
+
 class RequestNames:
     """Of one engine. One thread uses it."""
 
@@ -183,6 +186,9 @@ class RequestNames:
     def of(self, request: Any, chunk_tokens: int) -> Named | None:
         """The request's names; None while the files of its adapter are being read: ask again."""
         lora = request.lora_request
+        special = lora or request.cache_salt or request.mm_features or request.kv_transfer_params
+        if not special and getattr(request, "prompt_embeds", None) is None:
+            return _ONLY_TOKENS
         adapter = None if lora is None else self._adapters.found(lora)
         if adapter is not None and adapter.is_coming:
             return None

@@ -215,7 +215,7 @@ class SchedulerHalf:
             loads=self._loads,
             number=self._load_policy.planned(_work(output)),
             computes=bool(output.total_num_scheduled_tokens),
-            replacements_seen=self._replacements_seen.copy(),
+            replacements_seen=self._replacements_seen,
         )
         begun = [
             load  # that is not over by now, nor its request
@@ -297,7 +297,7 @@ class SchedulerHalf:
         """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
         self._load_policy.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
         if report.replacements:
-            self._replacements_seen |= report.replacements
+            self._replacements_seen = self._replacements_seen | report.replacements
             self._renew()
         if report.unmapped and (self._duty.loads or self._duty.saves):
             self._turn_off(report.unmapped)

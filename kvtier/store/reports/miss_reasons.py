@@ -26,7 +26,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.directory import Directory
@@ -98,33 +99,37 @@ class FirstChunks:
     def __init__(self) -> None:
         self._marks = Marks(_FIRST_PLACES)
 
-    def saved(self, tokens: Sequence[int], extras: Sequence[bytes]) -> None:
-        """``extras`` follow the order of :data:`EXTRAS`."""
-        name = _namer(tokens)
-        for without in (None, *range(len(EXTRAS))):
-            self._marks.put(name(extras, without), 1)
+    def saved(self, content: bytes, extras: Sequence[bytes]) -> None:
+        """``content``: a digest of the tokens alone. ``extras`` follow the order of
+        :data:`EXTRAS`."""
+        for name in (content, *_names(content, extras)):
+            self._marks.put(name, 1)
 
-    def differs(self, tokens: Sequence[int], extras: Sequence[bytes]) -> str:
+    def differs(self, content: bytes, extras: Sequence[bytes]) -> str:
         """The one of :data:`EXTRAS` in which this first chunk differs from a saved one. "" when
         none was saved, or the very same chunk was."""
-        name, marks = _namer(tokens), self._marks
-        if marks.get(name(extras, None)):
+        if not self._marks.get(content):  # as of most prompts
             return ""
-        return next((part for at, part in enumerate(EXTRAS) if marks.get(name(extras, at))), "")
+        whole, *others = map(self._marks.get, _names(content, extras))
+        if whole:
+            return ""
+        return next((part for part, known in zip(EXTRAS, others, strict=False) if known), "")
 
 
-def _namer(tokens: Sequence[int]) -> Callable[[Sequence[bytes], int | None], bytes]:
-    """Digests of a first chunk with all its extras, or with all but one."""
-    content = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=32).digest()
+def _names(content: bytes, extras: Sequence[bytes]) -> list[bytes]:
+    """Of a first chunk with all its extras, then with all but each one."""
+    whole, parts = int.from_bytes(content[:8]), [_part(*each) for each in enumerate(extras)]
+    for part in parts:
+        whole ^= part
+    others = (whole ^ part ^ _part(at, None) for at, part in enumerate(parts))
+    return [one.to_bytes(8) for one in (whole, *others)]
 
-    def name(extras: Sequence[bytes], without: int | None) -> bytes:
-        parts = [
-            b"*" if at == without else b"=" + hashlib.sha256(part).digest()
-            for at, part in enumerate(extras)
-        ]
-        return hashlib.blake2b(content + b"".join(parts), digest_size=8).digest()
 
-    return name
+@lru_cache(maxsize=64)
+def _part(at: int, extra: bytes | None) -> int:
+    """Stands for an extra in its place. None: for any."""
+    said = b"*" if extra is None else b"=" + extra
+    return int.from_bytes(hashlib.sha256(b"%d" % at + said).digest()[:8])
 
 
 _LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20

@@ -114,15 +114,12 @@ class ZeroHits:
             self.verdict, self._hits, self._asked = "", hits, asked
             self._before, self._since = dict(reasons), self._clock()
             return False
-        count, seconds = asked - self._asked, self._clock() - self._since
-        new = Counter(reasons)
+        count = asked - self._asked
+        if self.verdict or count < self._chunks:
+            return False
+        seconds, new = self._clock() - self._since, Counter(reasons)
         new.subtract(self._before)
-        if (
-            self.verdict
-            or count < self._chunks
-            or seconds < self._seconds
-            or not (saved or self._found or new["short"])
-        ):
+        if seconds < self._seconds or not (saved or self._found or new["short"]):
             return False
         when = f"in {seconds / 60:.0f} min" if self._seconds else "since the start"
         self.verdict = f"0 of {count:,} chunks asked for were hits {when}: {self._why(new)}"
