@@ -101,10 +101,6 @@ def ask(url, prompt):
     return list(complete(url, body_of(prompt, max_tokens=ANSWER))["tokens"])
 
 
-def second_turn(first, answer):
-    return first + answer + document(2, 40)
-
-
 @EVERY_MODE
 def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path):
     """Nothing is left in vLLM's own caches for the second turn, so that its hits are kvtier's."""
@@ -119,7 +115,7 @@ def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path)
             assert decode.cached_from("p2p") == len(prompt)
             for engine in (prefill, decode):
                 engine.forget()
-            second = ask(url, turn := second_turn(prompt, first))
+            second = ask(url, turn := prompt + first + document(2, 40))
             whole = (len(prompt) + ANSWER) // CHUNK * CHUNK
             assert whole >= len(prompt) + CHUNK, "the hit holds a part of the answer"
             assert prefill.cached_from("host") == whole

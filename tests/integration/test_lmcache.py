@@ -256,7 +256,9 @@ def test_a_wrong_byte_is_a_miss_and_is_forgotten(engines):
         one = engines(**near(server))
         one.stored(1)
         with attached(server.access(ChunkLayout(bytes(32), 1, 1, (CHUNK_BYTES,)))) as client:
-            flip_a_byte(client)
+            slots = [client.pool.view(number) for number in range(client.pool.slots)]
+            held = [slot for slot in slots if bytes(slot[:6]) == b"kvtier"]
+            np.frombuffer(held[0], np.uint8)[5000] ^= 1
         found, retrieved, equal = one.load(1)
         assert (found, equal) == (LENGTH, True) and retrieved < LENGTH and not retrieved % CHUNK
         assert one.counts()["corrupt"] == 1
@@ -286,10 +288,3 @@ def test_a_wrong_setting_is_said_and_the_engine_goes_on(engines, settings, words
     assert one.counts() == {"made": False}
     assert words in one.said()
     assert one.load(1) == (0, 0, True)
-
-
-def flip_a_byte(client):
-    pool = client.pool
-    assert pool is not None
-    held = [view for view in map(pool.view, range(pool.slots)) if bytes(view[:6]) == b"kvtier"]
-    np.frombuffer(held[0], np.uint8)[5000] ^= 1

@@ -18,12 +18,7 @@ vllm = pytest.importorskip("vllm.config.kv_events")
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
 PAGE = (ROOT / "deploy/routing/README.md").read_text()
-
-
-def blocks(page):
-    """The commands of a page, of which one sets ``admin.engines``."""
-    found = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    return [block for block in found if "KVTIER_ADMIN_ENGINES" in block]
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture
@@ -41,7 +36,7 @@ def trouble(server):
     return told
 
 
-@pytest.mark.parametrize("block", blocks(PAGE))
+@pytest.mark.parametrize("block", [one for one in BLOCKS if "KVTIER_ADMIN_ENGINES" in one])
 def test_engines_are_followed_as_the_page_says(folder, block):
     block = block.replace("/run/kvtier", str(folder))
     (asked,) = re.findall(r"KVTIER_ADMIN_ENGINES='([^']*)'", block)

@@ -84,10 +84,6 @@ def use(server, times):
             client.served(Served(60, {"ram": 30}, run(prompt, 3)[:2], 10))
 
 
-def filled(expression):
-    return expression.replace("$__rate_interval", WINDOW).replace("$instance", ".*")
-
-
 def names(expression):
     return set(re.findall(r"\bkvtier_[a-z_]+", expression))
 
@@ -119,7 +115,8 @@ def test_every_rule_is_evaluated_and_every_panel_has_data(tmp_path):
             for target in panel["targets"]:
                 if "vllm:" in target["expr"]:
                     continue  # an engine has it
-                expression = filled(target["expr"])
+                expression = target["expr"].replace("$__rate_interval", WINDOW)
+                expression = expression.replace("$instance", ".*")
                 wait_for(
                     lambda asked=expression: prometheus.value(asked) != [],
                     f"{panel['title']}: {expression}",

@@ -84,7 +84,8 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
 
         def only_theirs_are_away():
             found = set(had(client))
-            return others <= found and not theirs & found - in_ram(client)
+            in_ram = {index for index, keys in enumerate(RUNS) if client.lookup(keys).ready}
+            return others <= found and not theirs & found - in_ram
 
         wait_for(all_had, "found by a server that starts, with one seed dead")
         with nodes[2].paused():
@@ -98,10 +99,6 @@ def test_a_server_shares_a_cluster_and_a_node_that_dies_takes_its_own_chunks_onl
             lambda: save(client, run(next(prompts), 1)) == 1 and dbsize(nodes[2]) > 0,
             "it is written to",
         )
-
-
-def in_ram(client):
-    return {index for index, keys in enumerate(RUNS) if client.lookup(keys).ready}
 
 
 def dbsize(server):

@@ -189,14 +189,10 @@ def test_a_redis_that_is_away_is_trouble_until_it_is_back(slot_bytes, bytes_):
 
                 wait_for(well, "no trouble")
                 assert save(client, run(2, 2)) == 2
-                wait_for(lambda: _held(server) >= 2, "Redis has what is saved from now on")
+                held = partial(server.metric, "kvtier_held_chunks", tier="redis")
+                wait_for(lambda: held() >= 2, "Redis has what is saved from now on")
             assert "redis can be reached now" in server.said()
             assert server.metric("kvtier_trouble") == 0
-
-
-def _held(server):
-    (size_class,) = server.ask("GET", "/v1/stats").body["size_classes"]
-    return sum(tier["held"] for tier in size_class["tiers"] if tier["tier"] == "redis")
 
 
 def test_the_configuration_is_logged_once_and_without_passwords():

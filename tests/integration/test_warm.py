@@ -33,17 +33,13 @@ def warm(served, folder, *words):
     return done.stdout
 
 
-def prompts(served, seed):
-    """Each begins with another document. The question of each was never asked."""
-    question = generated_text(20, seed=seed)
-    turned = [DOCUMENTS[turn:] + DOCUMENTS[:turn] for turn in range(len(DOCUMENTS))]
-    return [compose(served.tokenize, ANCHOR, documents, question) for documents in turned]
-
-
 def test_a_warmed_document_is_a_hit_where_it_comes_first(served, tmp_path):
     assert f"{len(DOCUMENTS)} homes" in warm(served, tmp_path)
     served.forget()
-    for prompt in prompts(served, seed=5):
+    question = generated_text(20, seed=5)
+    for turn in range(len(DOCUMENTS)):
+        turned = DOCUMENTS[turn:] + DOCUMENTS[:turn]
+        prompt = compose(served.tokenize, ANCHOR, turned, question)
         computed = served.ask(prompt.tokens, **UNCACHED)
         assert computed.cached == 0
         served.forget()

@@ -11,8 +11,9 @@ from kvtier.core.pool import Pool
 from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
+from kvtier.testing import ManualLane
 from tests.clock import Clock
+from tests.unit.connectors.test_vllm_scheduler import SlowTier
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -26,18 +27,6 @@ CHUNK, SLOT, CHUNKS = 512, 4096, 9
 TOKENS = [*range(CHUNKS * CHUNK + 40)]
 LAYOUT = ChunkLayout(bytes(32), CHUNK, CHUNK, (SLOT,))
 LAST = CHUNKS * CHUNK
-
-
-class SlowTier(DictTier):
-    """A tier whose reads take time."""
-
-    def __init__(self, clock, *, shared):
-        super().__init__(256, shared=shared)
-        self.clock, self.read_s = clock, 0.0
-
-    def read(self, key, into):
-        self.clock.now += self.read_s
-        return super().read(key, into)
 
 
 class Bench:
@@ -87,7 +76,7 @@ class Bench:
         probe = LAYOUT.keys([7] * CHUNK)
         self.tier.held[probe[0]] = bytes(SLOT)
         self.store._directory.tiers[0].found(probe)
-        self.tier.read_s = read_s
+        self.tier.seconds = read_s
         with self.store.load(probe):
             self.lane.run()
 

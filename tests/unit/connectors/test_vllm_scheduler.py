@@ -45,8 +45,8 @@ def report(**fields):
 class SlowTier(DictTier):
     """Reads take ``seconds`` of the test's clock."""
 
-    def __init__(self, clock):
-        super().__init__(160)
+    def __init__(self, clock, *, shared=False):
+        super().__init__(256, shared=shared)
         self.clock, self.seconds, self.reads = clock, 0.0, 0
         self.away = False
 

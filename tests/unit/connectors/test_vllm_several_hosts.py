@@ -28,13 +28,10 @@ __all__ = ["folder"]
 TWO = "unix:///run/kvtier.sock,tcp://b:9600"
 
 
-def parallel(replicas=1, **other):
+def refuse(config, replicas=1, **other):
     many = {"data_parallel_size": replicas, "data_parallel_size_local": 1}
-    return ParallelConfig(**{"nnodes": 2, "tensor_parallel_size": 2} | many | other)
-
-
-def refuse(config, **other):
-    hosts.refuse_hosts(parallel(**other), config.server, spans=config.engine.spans)
+    parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2, **many | other)
+    hosts.refuse_hosts(parallel, config.server, spans=config.engine.spans)
 
 
 @pytest.mark.parametrize(

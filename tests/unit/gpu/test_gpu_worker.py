@@ -601,10 +601,6 @@ def output(request=None, blocks=None):
     return planned([new], {name: request.num_tokens})
 
 
-def prompt():
-    return vllm_request(range(CHUNK_TOKENS + 1))
-
-
 LAYOUT = ChunkLayout(fingerprint({"model": "t"}), CHUNK_TOKENS, BLOCK_TOKENS, (SLOT,))
 
 
@@ -651,7 +647,7 @@ def test_an_idle_engine_takes_steps_until_its_chunks_are_ready_and_not_for_ever(
     clock = Clock(100.0)
     store = Store(rank.pool, [], clock=clock)
     scheduler = scheduling(store, clock)
-    request, keys = prompt(), LAYOUT.keys([*range(CHUNK_TOKENS)])
+    request, keys = vllm_request(range(CHUNK_TOKENS + 1)), LAYOUT.keys([*range(CHUNK_TOKENS)])
     assert scheduler.matched(request, 0) == (0, False)
 
     scheduler.report(rank.planned(scheduler.step(output(request, [4, 5, 6])), rank.fill(4, 6)))

@@ -44,11 +44,6 @@ def laid_out(draw):
     return ranges, draw(st.just(0) | st.integers(0, ranges[-1].end)), known
 
 
-def homes_of(ranges):
-    """All of each home is known."""
-    return [ranges[0].end + span.end - span.begin for span in ranges[1:]]
-
-
 @given(laid_out())
 def test_sections_are_all_that_is_known_each_token_once(given):
     ranges, exact, known = given
@@ -130,7 +125,8 @@ def test_pieces_are_the_prompts_tokens(anchor, lengths, exact, chunk, data):
     exact = min(exact, len(tokens)) // chunk * chunk
     parts = [tokens[one.begin : one.end] for one in ranges]
     stored = [tokens, *(home.tokens for home in homes(parts[0], parts[1:], chunk))]
-    sections = sections_of(ranges, exact, homes_of(ranges))
+    whole = [anchor + span.end - span.begin for span in ranges[1:]]
+    sections = sections_of(ranges, exact, whole)
     assert sections[-1].end == len(tokens)
     begin = data.draw(st.integers(0, len(tokens)))
     end = data.draw(st.integers(begin, len(tokens)))
