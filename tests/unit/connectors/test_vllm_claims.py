@@ -174,6 +174,19 @@ def test_the_hit_that_is_served_soonest_is_promised(read_s, promised):
     bench.ends()
 
 
+@pytest.mark.parametrize(("read_s", "promised"), [(0.1, None), (1.0, 4096)])
+def test_a_slow_window_makes_the_hit_shorter_where_all_else_is_in_ram(read_s, promised):
+    bench = Bench()
+    bench.save(CHUNKS, 2048, 4096, LAST)
+    bench.restart()
+    bench.raise_to_ram(4096)
+    with bench.store.load(bench.keys):
+        bench.lane.run()
+    bench.slow_down(read_s)
+    assert bench.asks() == promised
+    bench.ends()
+
+
 def test_a_shared_tier_is_asked_for_one_end_after_the_other():
     bench = Bench(shared=True, always=True)
     bench.save(CHUNKS, 2048)
