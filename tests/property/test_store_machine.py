@@ -45,6 +45,27 @@ class RottenTier(DictTier):
         self.shared = shared
         self.failing = self.ever_failed = self.away = False
         self.during: Callable[[], None] = lambda: None
+        self.whole, self.gone = capacity, False
+        self.aside: dict[ChunkKey, bytes] = {}
+        self.lost, self.back = list[ChunkKey](), list[ChunkKey]()
+
+    def lose_a_disk(self, gone):
+        """Half of what it holds, with its room, until it comes back."""
+        if gone and not self.gone:
+            going = [key for key in self.held if key[-1] % 2]
+            self.aside = {key: self.held.pop(key) for key in going}
+            self.capacity = self.whole - len(going)
+            self.lost += going
+            self.back = [key for key in self.back if key in self.held]
+        elif self.gone and not gone:
+            self.back += [key for key in self.aside if key not in self.held]
+            self.held |= self.aside
+            self.capacity, self.aside = self.whole, {}
+        self.gone = gone
+
+    def lost_and_found(self):
+        told, self.lost, self.back = (self.lost, self.back), [], []
+        return told
 
     def find(self, keys):
         found = super().find(keys)
@@ -53,6 +74,7 @@ class RottenTier(DictTier):
 
     def delete(self, key):
         self.during()
+        self.aside.pop(key, None)
         super().delete(key)
 
     def write(self, key, data, owner=UNOWNED):
@@ -61,7 +83,7 @@ class RottenTier(DictTier):
 
     def read(self, key, into):
         self.during()
-        if self.away:
+        if self.away or key in self.aside:
             into[:] = b"\xee" * len(into)
             return None
         if self.failing:
@@ -226,6 +248,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.tiers[tier].failing, self.tiers[tier].away = failing, away
             self.tiers[tier].ever_failed |= failing
 
+    @rule(gone=st.booleans())
+    def lose_a_disk_or_get_it_back(self, gone):
+        self.tiers[0].lose_a_disk(gone)
+
     @invariant()
     def rules_hold(self):
         self.store.check()
@@ -267,6 +293,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.filling.clear()
         for lane in [*self.lanes, *self.lanes]:
             lane.run()
+        for gone in (self.tiers[0].gone, False):
+            self.tiers[0].lose_a_disk(gone)
+            self.store.lower[0].sweep()
+            assert self.store.stats()["rotten_held"] <= self.tiers[0].capacity
         self.store.check(idle=True)
         for index, tier in enumerate(self.tiers):
             held = set(tier.held)
