@@ -70,6 +70,12 @@ def settings(given: Mapping[str, object], prefix: str = "", where: str = "") -> 
     return config
 
 
+def tenant(config: Config) -> dict[str, str]:
+    """Part of a fingerprint: chunks of two namespaces have different keys. Empty without one."""
+    name = config.engine.namespace
+    return {} if name is None else {"namespace": name}
+
+
 def connect(config: Config, layout: ChunkLayout) -> CacheServer:
     """The server that ``config`` names. Raises ConfigError when it refuses us."""
     assert config.server.address is not None

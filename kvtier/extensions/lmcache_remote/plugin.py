@@ -32,7 +32,7 @@ class KVTier(ConnectorAdapter):
         config = settings(context.config.extra_config or {}, context.plugin_name or _KIND)
         _refuse(context.config)
         metadata = context.metadata
-        own = fingerprint(_parts(metadata))
+        own = fingerprint(_parts(metadata) | cache_server.tenant(config))
         chunk_bytes = sum(
             shape.numel() * dtype.itemsize
             for shape, dtype in zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)

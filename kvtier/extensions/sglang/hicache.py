@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.cache_server import CacheServer, connect, settings
+from kvtier.extensions.cache_server import CacheServer, connect, settings, tenant
 from kvtier.extensions.sglang.engine_identity import identity
 from kvtier.extensions.sglang.moves import Bounded, Copy, FlatPages, Pieces, Transfer, begin
 from kvtier.extensions.sglang.pages import PoolPages, Ranks, head_groups, legal_ends
@@ -120,7 +120,7 @@ class HiCachePages(HiCacheStorage):
         """On a lane: the server makes room for the pool's size of chunks."""
         assert self._engine is not None
         kinds = [kind.__name__ for kind in type(stored.pool).__mro__]
-        engine = {**self._engine.result(), "namespace": self._config.engine.namespace}
+        engine = self._engine.result() | tenant(self._config)
         layout = pages.chunks(engine, self._ranks, kinds)
         stored.own = layout.fingerprint
         try:

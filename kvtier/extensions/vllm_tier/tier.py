@@ -35,7 +35,7 @@ from kvtier.client.connect import Address
 from kvtier.connectors.vllm.versions import log_like_vllm
 from kvtier.core.chunk import KEY_BYTES, ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lanes import Lane
-from kvtier.extensions.cache_server import connect, load_each, settings
+from kvtier.extensions.cache_server import connect, load_each, settings, tenant
 from kvtier.extensions.vllm_tier.identity import engine_identity
 from kvtier.extensions.vllm_tier.lookups import Lookups
 
@@ -78,7 +78,8 @@ class KVTierTier(SecondaryTierManager):
         address = Address.parse(str(config.server.address))
         self.locality = Locality.LOCAL if address.path else Locality.REMOTE
         self._rows: Any = np.asarray(primary_kv_view).view(np.uint8)
-        self._name = fingerprint(engine_identity(offloading_spec) | {"row": self.block_size_bytes})
+        parts = engine_identity(offloading_spec) | {"row": self.block_size_bytes}
+        self._name = fingerprint(parts | tenant(config))
         layout = ChunkLayout(self._name, 1, 1, (self.block_size_bytes,))
         self._server = connect(config, layout)
         self._timeout_s = config.engine.load_timeout_ms / 1000

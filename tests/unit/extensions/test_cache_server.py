@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.bench.processes.servers import free_port
+from kvtier.core.chunk import fingerprint
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.cache_server import CacheServer, connect, load_each, settings
+from kvtier.extensions.cache_server import CacheServer, connect, load_each, settings, tenant
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, ServerProcess, run, short_folder
 
@@ -105,3 +106,12 @@ def test_a_server_that_hangs_gives_nothing_and_no_call_waits_for_it(
 def test_a_wrong_key_is_refused_by_its_name(given, words) -> None:
     with pytest.raises(ConfigError, match=words):
         settings(given, "p.", "its file")
+
+
+def test_a_namespace_is_part_of_the_keys() -> None:
+    """The server keeps chunks by key alone."""
+    one, other = (
+        fingerprint({"model": "a"} | tenant(settings({"server": "unix:///x"} | given)))
+        for given in ({}, {"namespace": "team"})
+    )
+    assert one == fingerprint({"model": "a"}) and one != other
