@@ -43,6 +43,10 @@ class Watched:
         return sum(pools.values())
 
 
+def disks(folder):
+    return f"{folder}/nvme/a,{folder}/nvme/b"
+
+
 def _blocks(file):
     return file.stat().st_blocks * 512
 
@@ -66,7 +70,7 @@ def busy(client, slot_bytes, watched):
 def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time():
     with (
         short_folder() as folder,
-        ServerProcess(folder, ram_bytes=RAM, nvme_path=folder / "nvme", nvme_bytes=NVME) as server,
+        ServerProcess(folder, ram_bytes=RAM, nvme_path=disks(folder), nvme_bytes=NVME) as server,
         attached(server.access(of_size(SMALL))) as small,
         attached(server.access(of_size(LARGE))) as large,
     ):
