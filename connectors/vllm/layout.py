@@ -1,5 +1,4 @@
-"""vLLM's KV cache configuration as a ChunkLayout, of one host or of several. Models that are not
-kept are refused by name."""
+"""vLLM's KV cache configuration as a ChunkLayout. Models that are not kept are refused by name."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ PLACES = 64
 MOST_REQUESTS = 32
 """Requests that run at once. Beyond that only liveness and readiness are answered."""
 READ_BYTES = 16 << 10
-"""A turn of the loop, of one connection. A body of chunks of one byte would take 20 ms a turn with
-asyncio's 256 KiB."""
+"""A turn of one connection: 256 KiB, asyncio's, in chunks of a byte would take 20 ms."""
 FIRST_REQUEST_S = 3.0
 """From the start of a connection, with its TLS handshake."""
 _LOOKS = 12

@@ -142,8 +142,7 @@ def hello(
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
-    """Trust servers whose certificate for their host name is signed by ``ca``. Raises ConfigError
-    when a file cannot be used."""
+    """Trust servers whose certificate for their host name ``ca`` has signed. Raises ConfigError."""
     try:
         context = ssl.create_default_context(cafile=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

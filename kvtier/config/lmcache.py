@@ -83,8 +83,7 @@ def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
 
 
 def remarked(notes: Sequence[Note], shown: Callable[[str, object], object]) -> list[Remark]:
-    """Warnings where kvtier does not do what a key asks for, else lines of level INFO. ``shown``
-    masks a key's value."""
+    """Warnings where kvtier does not do what a key asks for, else INFO. ``shown`` masks a value."""
     return [
         Remark(logging.WARNING if note.lost else logging.INFO, _text(note, shown)) for note in notes
     ]

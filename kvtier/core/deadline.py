@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import http.client
 
 NEXT_ADDRESS_S = 0.25
-"""The silence of one address after which the next is tried too (RFC 8305). On an event loop:
-``happy_eyeballs_delay``."""
+"""Silence of one address after which the next is tried too (RFC 8305, happy eyeballs)."""
 _MOST_ADDRESSES = 64
 _PORTS = {"http": 80, "https": 443}
 _Place = tuple[int, int, tuple[Any, ...]]
@@ -98,8 +97,7 @@ def reach(host: str, port: int, deadline: Deadline) -> socket.socket:
 
 
 def _alternating(found: Sequence[tuple[int, int, int, str, Any]]) -> list[_Place]:
-    """IPv6 and IPv4 in turns, the system's first choice first, so that one family that leads
-    nowhere costs one pause."""
+    """IPv6 and IPv4 in turns, the system's choice first: one that leads nowhere costs one pause."""
     first = [one for one in found if one[0] == found[0][0]]
     other = [one for one in found if one[0] != found[0][0]]
     turns = chain.from_iterable(zip_longest(first, other))

@@ -46,8 +46,7 @@ def or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:
 
 
 def rate(step: Callable[[int], int], seconds: float, most: int) -> float:
-    """Bytes a second of ``step(i)``. It is called at least once, and at most for ``most`` steps or
-    ``seconds``."""
+    """Bytes a second of ``step(i)``, called once or more, ``most`` times or ``seconds`` at most."""
     done, begun, last = 0, time.perf_counter(), 0.0
     for index in range(most):
         done += step(index)

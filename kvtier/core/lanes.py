@@ -19,8 +19,7 @@ Work = Callable[[], None]
 
 
 class Executor(Protocol):
-    """The part of a lane that the Store needs. Tests run :class:`kvtier.testing.ManualLane`, which
-    works only when it is told to."""
+    """The part of a lane that the Store needs. Tests run :class:`kvtier.testing.ManualLane`."""
 
     threads: int
     failures: int

@@ -182,8 +182,7 @@ class HugePages:
 
 
 def _collapse(memory: Memory, start: int, stop: int) -> bool:
-    """Merge one piece. One of its pages must be present first: the kernel says that a piece without
-    pages is not mapped."""
+    """Merge one piece. One of its pages must be present: without any it counts as not mapped."""
     return advise(memory, start, start + mmap.PAGESIZE, _POPULATE_WRITE) and advise(
         memory, start, stop, _COLLAPSE
     )

@@ -23,8 +23,7 @@ PRIORITY_KEEP_S = 300.0
 
 class Hint(NamedTuple):
     over: bool = False
-    """The session has ended. Chunks that no other session shares leave first, and are not written
-    to lower tiers."""
+    """The session has ended: chunks that it alone has leave first, and are not written below."""
     keep_s: float = 0.0
     """The run will be used again within so many seconds after its last use. 0: nothing is known."""
     salt: str = ""

@@ -147,8 +147,7 @@ class Kept:
 
 
 class _Salts:
-    """One owner's, by the cache salts of its clients. Every step takes the same time, however many
-    salts there are."""
+    """One owner's, by the cache salts of its clients. No step depends on how many there are."""
 
     __slots__ = ("_keys", "_most", "_with", "count")
 

@@ -41,8 +41,7 @@ class _Last(NamedTuple):
     chunks: int
     end: ChunkKey
     left: tuple[ChunkKey, ...]
-    """The last chunks of earlier prompts that the next one did not have: not full, or the session
-    went on from before them."""
+    """Last chunks of earlier prompts that the next one did not have."""
 
     def next(self, run: Sequence[ChunkKey]) -> _Last:
         goes_on = len(run) >= self.chunks and run[self.chunks - 1] == self.end

@@ -24,8 +24,7 @@ _MOST_ROOM_CHUNKS, _LEAST_ROOM_CHUNKS = 12_288, 8
 _REQUESTS = 200
 """Prompts between two comparisons of the settings."""
 _EARLY_REQUESTS = (25, 50, 100, 150)
-"""Prompts after which a setting may take over before the first comparison. A start is short, and a
-bad setting costs most there."""
+"""Prompts after which a setting may take over at a start, where a bad one costs most."""
 _LEAD_FACTOR, _FADE_FACTOR = 1.005, 0.9
 """A setting takes over when its score is higher by the first factor. At each comparison all scores
 fade by the second factor, so that a change of load shows."""

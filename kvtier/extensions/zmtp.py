@@ -38,8 +38,7 @@ class ZmtpError(Exception):
 
 
 class Peer:
-    """One connection. ``most``: bytes of a message, with all of its frames. One task reads, any
-    task of the loop may write."""
+    """One connection. ``most``: bytes of a message. One task reads, any task of the loop writes."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int

@@ -85,7 +85,6 @@ def _gain(wait_s: float | None, saved_s: float) -> float:
 
 
 def _worth_asking(asking: Asking, saved_s: float) -> bool:
-    """Is what a shared tier may have worth the answer that it has nothing? ``saved_s``: by what is
-    asked for alone."""
+    """Whether a shared tier's chance is worth its answer. ``saved_s``: by what is asked for."""
     odds = max(asking.odds, _LEAST_ODDS)
     return odds * _gain(asking.arrive_s, saved_s) > (1 - odds) * (asking.answer_s or 0.0)

@@ -122,8 +122,7 @@ class LoadPolicy:
         return int(tokens * (self._copy.value or 0.0) / _PART_S)
 
     def _saved_s(self, tokens: int, before: int, busy: bool) -> float | None:
-        """Seconds of computing that so many tokens in RAM save, less those of their copy. None:
-        the engine's speed is unknown."""
+        """Seconds that so many tokens in RAM save, less those of their copy. None: unknown."""
         compute_s = self.prefill.seconds(tokens, before)
         if compute_s is None or not tokens:
             return compute_s

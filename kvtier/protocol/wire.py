@@ -204,8 +204,7 @@ class Decline(Message, tag=21):
 
 
 class HintCall(Message, tag=22):
-    """See :class:`kvtier.eviction.hints.Hint`. Without keys it is about the last prompt of the
-    session with this name."""
+    """See :class:`kvtier.eviction.hints.Hint`. Without keys: of the session's last prompt."""
 
     keys: Keys
     over: bool

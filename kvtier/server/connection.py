@@ -54,8 +54,7 @@ _UNSENT_BYTES = 1 << 20
 _GREETING_S = 4.0
 _CALL_S = 10.0
 _SLOWEST_BYTES_S = 4 << 20
-"""A stream's question has ten seconds, and what its chunk takes at this rate. Clients give up five
-seconds earlier."""
+"""A stream's question has ten seconds, and its chunk's at this rate. Clients give up sooner."""
 _MOST_WORKERS = 64
 """Workers that join with one ticket: several for each GPU of a host. Each costs a descriptor."""
 _LOOK_S = 5.0

@@ -1,5 +1,4 @@
-"""The server: listens, keeps its connections and its Stores, and ends in order. One loop thread
-does all the work."""
+"""The server: listens, keeps its connections and Stores, and ends in order. One loop thread."""
 
 from __future__ import annotations
 

@@ -98,8 +98,7 @@ class Share:
 
 
 class ScanLimiter:
-    """Bounds work over all chunks, which cannot be cut into pieces, to a hundredth of the time. For
-    the server's loop."""
+    """Bounds work that cannot be cut into pieces to a hundredth of the time. On the loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -40,8 +40,7 @@ _strangers = logging.getLogger("kvtier.admin.engines.follow")
 _strangers.addFilter(LogLimit(20, 60.0))
 
 EVENTS = ("message", "gap", "dropped", "refused")
-"""Messages that were applied, gaps between them, pictures that were dropped, and messages that
-could not be read."""
+"""Messages applied, gaps between them, pictures dropped, and messages that were not read."""
 QUIET_S = 5.0
 """A stream that says nothing for so long is asked whether something is missing."""
 ALONE_S = 10.0
@@ -223,8 +222,7 @@ class _Follower:
     # ---- what was missed -------------------------------------------------------------------------
 
     async def _catch_up(self) -> None:
-        """Ask for all from the next message on, as long as something comes. Raises TimeoutError for
-        an answer without end."""
+        """Ask for all from the next message on. Raises TimeoutError for an answer without end."""
         ended, begun = False, None
         async with asyncio.timeout(_CATCH_UP_S):
             while not ended and self._next != begun and self._engine.stream.replay is not None:

@@ -103,8 +103,7 @@ def _cut(data: bytearray | bytes, at: int) -> Steps[list[BlockStored | BlockRemo
 
 
 def _fields(data: bytearray | bytes, at: int) -> Steps[dict[str, tuple[int, int]]]:
-    """Name -> begin and end of each field of the event at ``at``. vLLM 0.24 and older write an
-    event as a list."""
+    """Name -> begin and end of each field of the event at ``at``: a map, or an old vLLM's list."""
     found: dict[str, tuple[int, int]] = {}
     is_map = data[at] in _MAPS or data[at] >> 4 == 0x8
     count, at = _opened(data, at)

@@ -30,8 +30,7 @@ _GPU = "gpu"
 
 
 class PromptBlocks:
-    """A prompt that is looked up, with its digests as far as they are needed, made once for all
-    engines with blocks of one size."""
+    """A prompt that is looked up. Digests are made as needed, once for all blocks of one size."""
 
     def __init__(self, tokens: Sequence[int], salt: str | None) -> None:
         self._tokens = array("I", tokens)

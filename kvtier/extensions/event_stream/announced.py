@@ -133,8 +133,7 @@ class Announced:
         return chunk
 
     def _stored(self, chunk: _Chunk, key: ChunkKey, place: int, event: BlockStored) -> None:
-        """Under the hashes that were published first: engines without a common PYTHONHASHSEED have
-        hashes of their own."""
+        """Under the hashes published first: without a common PYTHONHASHSEED engines' differ."""
         chunk.places |= 1 << place
         self._publish(
             msgspec.structs.replace(

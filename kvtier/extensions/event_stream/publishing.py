@@ -112,8 +112,7 @@ class Publisher(ServerExtension):
 
     @asynccontextmanager
     async def beside(self, server: Server) -> AsyncIterator[None]:
-        """For as long as the context lasts. Subscribers are told at its begin and at its end that
-        there is nothing."""
+        """Subscribers are told at the begin and at the end of the context that there is nothing."""
         server.announced = self.announced
         self._loop = server.loop
         self._add(AllBlocksCleared())
@@ -176,8 +175,7 @@ class Publisher(ServerExtension):
     # ---- clients ---------------------------------------------------------------------------------
 
     async def _subscriber(self, peer: zmtp.Peer) -> None:
-        """Every message from its subscription on. vLLM's have no topic, so only a subscription to
-        everything gets them."""
+        """Every message from its subscription on, to everything: vLLM's messages have no topic."""
         await peer.greet("PUB", ("SUB", "XSUB"))
         subscriptions, sending = 0, None
         try:

@@ -97,8 +97,7 @@ class MooncakeStore:
         return [*setup, url.protocol, url.device, url.master]
 
     def greet(self, folder: str = "") -> None:
-        """Start, and ask the master once. Raises MooncakeError when it is away, TierError for what
-        only the operator can mend."""
+        """Start, and ask the master once. Raises MooncakeError, or TierError for an operator."""
         try:
             self.has([f"{folder}/trial"])
         except HopelessError as error:

@@ -68,8 +68,7 @@ class Notifier:
 
     @contextlib.asynccontextmanager
     async def serving(self, status: Callable[[], str]) -> AsyncIterator[None]:
-        """Report ready, and then alive as long as the loop runs, until the context ends.
-        ``status``: one line for people."""
+        """Report ready, then alive while the loop runs. ``status``: one line for people."""
         self.tell("READY=1", f"STATUS={status()}")
         beating = asyncio.create_task(self._beat(status)) if self.watchdog_s is not None else None
         try:

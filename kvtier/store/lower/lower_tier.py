@@ -284,8 +284,7 @@ class LowerTier:
         self.delete(keys)
 
     def sweep_soon(self) -> None:
-        """Queue a sweep if there is anything to delete. Where it is refused, what is queued sweeps
-        before it begins."""
+        """Queue a sweep if there is anything to delete. Where refused, queued work sweeps first."""
         if self._to_delete:
             self.lane.submit(self.sweep)
         if self._doubted and not self._asking_whose:

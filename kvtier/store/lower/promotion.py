@@ -10,8 +10,7 @@ from kvtier.store.lower.lower_tier import Core, LowerTier
 
 
 class Promotions:
-    """``arrived`` is called whenever a promotion has ended, on a lane thread without the lock. Safe
-    from any thread."""
+    """``arrived``: called when a promotion has ended, on a lane thread without the lock."""
 
     def __init__(
         self,

@@ -41,8 +41,7 @@ class Room(NamedTuple):
     wanted: int
     """Chunks since the start for which no room was free."""
     coldest: int | None
-    """The turn of the last use of the chunk that would leave next. None: no chunk can leave, or its
-    turn is not known."""
+    """Turn of the last use of the chunk that would leave next. None: none can, or unknown."""
 
     @property
     def taken(self) -> int:

@@ -41,8 +41,7 @@ class Audit(Observer):
         self._said = False
 
     def loaded(self, entries: Sequence[Entry]) -> None:
-        """See Observer. Due chunks are compared behind everything that a request waits for, and not
-        at all when the lane is full."""
+        """Due chunks are compared behind all that requests wait for, if the lane has room."""
         for entry in entries if self.one_in else ():
             self._passed += 1
             due = self._passed >= self.one_in and entry.copies

@@ -42,8 +42,7 @@ class Changes(Observer):
         self.place_names = place_names
         self._directory, self._lock = directory, lock
         self._named: dict[ChunkKey, int] | None = {} if named_only else None
-        """Named chunks that are held or being filled, so the Store's room bounds their number. Of
-        each the places, as bits."""
+        """Places, as bits, of named chunks that are held or being filled: the Store bounds them."""
         self._waiting = deque[Change]()
         self._lost = False
         with lock:

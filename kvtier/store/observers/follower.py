@@ -121,8 +121,7 @@ class Follower(Observer):
             "hints_over": 0,
             "hints_dropped": 0,
         }
-        """Counts of prompts and hints; ``hints_over`` called a session over. Beyond the bound they
-        are dropped."""
+        """Counts of prompts and hints; ``hints_over`` called a session over."""
 
     def prompt(self, run: Sequence[ChunkKey], asker: Asker) -> None:
         if run and self._has_room("dropped_prompts"):

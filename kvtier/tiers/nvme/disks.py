@@ -141,8 +141,7 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
 
 
 def reusable(disk: Disk, *, server: bool) -> Disk:
-    """``disk`` with only the files that a server, or an engine, can reuse in ``own``. The others
-    are in ``left``."""
+    """``disk`` with files that a server, or an engine, can reuse in ``own``, others in ``left``."""
     disk = replace(disk, left=left_behind(disk.path, servers=not server))
     servers = fact_of(
         lambda: sum(_own_bytes(folder) for folder in Path(disk.path).glob(SIZE_FOLDERS)),
