@@ -29,6 +29,7 @@ from typing import Any
 
 import kvtier
 from kvtier.core import processes
+from kvtier.core.fact import ROOT, mounts
 from kvtier.core.processes import environment
 from kvtier.core.terminal import table
 
@@ -204,18 +205,9 @@ def _os_name() -> str:
 
 
 def _filesystem() -> str:
-    """The type of the file system on which the current directory lies: the mount with the longest
-    prefix of it."""
-    cwd, best, kind = Path.cwd(), -1, "unknown"
-    try:
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8")
-    except OSError:
-        return kind
-    for line in mounts.splitlines():
-        _, mounted_at, found, *_ = line.split(" ")
-        if len(mounted_at) > best and cwd.is_relative_to(mounted_at.replace("\\040", " ")):
-            best, kind = len(mounted_at), found
-    return kind
+    """Of the current directory."""
+    found = [one for one in mounts(ROOT) if Path.cwd().is_relative_to(one.point)]
+    return max(reversed(found), key=lambda one: len(one.point)).kind if found else "unknown"
 
 
 def _gpu() -> str | None:

@@ -3,14 +3,11 @@ computing.
 
     python -m kvtier.bench.throttled [--rounds 3] [--slow 3.0]
 
-Three engines are asked for the same documents in turn, so that a disturbance of the machine
-disturbs all of them: ``none`` (vLLM without a connector), ``always`` (kvtier, which loads
-every hit) and ``auto`` (kvtier with its defaults). RAM keeps one document, and Redis keeps all of
-them. Each engine has its own names in Redis. A proxy between the engines and Redis can be slowed
-while they run. There are three phases:
+Three engines are asked for the same documents in turn, so that a disturbance disturbs all of them:
+``none`` (vLLM without a connector), ``always`` (kvtier, which loads every hit) and ``auto`` (kvtier
+with its defaults). RAM keeps one document, and Redis all of them, behind a proxy. Three phases:
 
-- Fast, after one cold round: the proxy is not slowed. ``auto`` must lose nothing against
-  ``always``.
+- Fast, after one cold round: ``auto`` must lose nothing against ``always``.
 - Slow: the proxy lets a document's KV through in ``--slow`` times what computing it takes. ``auto``
   must stay within 3 % of ``none``. Its first answers, from which it learns, are included.
 - Fast again: how many answers it takes until ``auto`` is served from Redis again.

@@ -30,7 +30,7 @@ from kvtier.bench.long_doc_qa.arms import Arm, Sizes, Workload, filled, server_a
 from kvtier.bench.model import kv_token_bytes, read_config
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
 from kvtier.bench.processes.engine import Geometry, connector_args, shared_args
-from kvtier.bench.processes.servers import VllmServer, free_port
+from kvtier.bench.processes.servers import VllmServer, free_port, running
 from kvtier.bench.requests import client
 from kvtier.bench.requests.prompts import Ask
 from kvtier.core.errors import KVTierError
@@ -218,12 +218,8 @@ def first_cause(error: Exception) -> str:
 
 def family(roots: Iterable[int]) -> set[int]:
     children = defaultdict(list)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue  # it ended while we looked
-        children[parent].append(int(stat.parent.name))
+    for number, _, parent, _ in running():
+        children[parent].append(number)
     found, todo = set(), list(roots)
     while todo:
         one = todo.pop()

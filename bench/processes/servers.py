@@ -242,13 +242,16 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def group_lives(group: int) -> bool:
-    """Whether a process of the group still runs. A zombie does not count."""
+def running() -> Iterator[tuple[int, str, int, int]]:
+    """Number, state, parent and group of each process."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, process_group, *_ = stat.read_text().rpartition(")")[2].split()
+            state, parent, group, *_ = stat.read_text().rpartition(")")[2].split()
         except (OSError, ValueError):
             continue  # it ended while we looked
-        if int(process_group) == group and state != "Z":
-            return True
-    return False
+        yield int(stat.parent.name), state, int(parent), int(group)
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of the group still runs. A zombie does not count."""
+    return any(own == group and state != "Z" for _, state, _, own in running())

@@ -10,8 +10,7 @@ the load's *cost*. A load of which RAM had half does not count.
 - *Eight times RAM*: a document of eight times the RAM tier from NVMe, beside direct reads of as
   many bytes from a file on the same disk into the same memory, in turns. Then two such documents at
   the same time. The first rounds, which use every block of the engine once, do not count.
-- *Beside another request* that decodes: what the load adds to the longest of its gaps, and to all
-  of them together.
+- *Beside another request* that decodes: what the load adds to its longest gap, and to all of them.
 - *RAM*: what RAM has comes whole, beside vLLM's own offloading to RAM.
 
 The model has as much KV a token as a large one (``heavy`` of :mod:`kvtier.bench.model`), and little
