@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import os
 import time
@@ -28,38 +29,6 @@ CONNECTOR, CALLS = "COMPARE_CONNECTOR", "COMPARE_CALLS"
 _LOOK_UP = "get_num_new_matched_tokens"
 _STEP_ENDS = ("take_events", "clear_connector_metadata")
 """Entry points called last in a step, by the scheduler and by a worker."""
-ENTRIES = (
-    # Of the scheduler's half.
-    "on_new_request",
-    _LOOK_UP,
-    "get_external_cache_hit_sources",
-    "get_loaded_kv_cache_group_ids",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "request_finished_all_groups",
-    "register_finished_partial_tail",
-    "has_pending_block_frees",
-    "has_pending_push_work",
-    "take_events",
-    # Of the worker's half.
-    "handle_preemptions",
-    "bind_connector_metadata",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "finish_forward",
-    "wait_for_save",
-    "get_finished",
-    "get_transfer_results",
-    "get_block_ids_with_load_errors",
-    "get_kv_connector_stats",
-    "get_kv_connector_kv_cache_events",
-    "build_connector_worker_meta",
-    "clear_connector_metadata",
-)
-"""Entry points of ``KVConnectorBase_V1`` that an engine's step calls in vLLM 0.32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +69,12 @@ def __getattr__(name: str) -> Any:
 
 
 def timed(real: type, base: type, spent: Spent) -> type:
-    """A subclass of ``real`` whose entry points are timed, except those that it has from ``base``,
-    which do nothing."""
+    """A subclass of ``real`` whose methods are timed, except those that it has from ``base``, which
+    do nothing. What the engine calls before its first step counts for no answer."""
     own = {
         name
-        for name in ENTRIES
-        if hasattr(real, name) and getattr(real, name) is not getattr(base, name, None)
+        for name, call in inspect.getmembers(real, inspect.isfunction)
+        if name[0] != "_" and call is not getattr(base, name, None)
     }
     methods: dict[str, Any] = {
         name: _timed(name, getattr(real, name), spent) for name in own.union(_STEP_ENDS)

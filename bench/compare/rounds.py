@@ -32,7 +32,7 @@ from kvtier.bench.processes.companion import SOCKET, companion, listens, run_fol
 from kvtier.bench.processes.engine import Geometry, connector_args, shared_args
 from kvtier.bench.processes.servers import VllmServer, free_port, running
 from kvtier.bench.requests import client
-from kvtier.bench.requests.prompts import Ask
+from kvtier.bench.requests.client import Ask
 from kvtier.core.errors import KVTierError
 
 DTYPE, _DTYPE_BYTES = "bfloat16", 2

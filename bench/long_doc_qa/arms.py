@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvtier.bench.flags import Presets, flag, shape_of
 from kvtier.bench.processes.engine import Geometry, cache_args, mib, transfer
-from kvtier.bench.requests.prompts import Ask, Prompt, as_prompt, draw
+from kvtier.bench.requests.client import Ask, Prompt, as_prompt, draw
 
 REPEAT_MODES = ("tile", "interleave", "random")
 _PRE_WARM_UP_PROMPTS = 2

@@ -70,7 +70,7 @@ from kvtier.bench.processes.engine import (
 )
 from kvtier.bench.processes.servers import VllmServer
 from kvtier.bench.requests import client
-from kvtier.bench.requests.prompts import Ask
+from kvtier.bench.requests.client import Ask
 
 if TYPE_CHECKING:
     from rich.progress import Progress

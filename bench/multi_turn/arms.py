@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvtier.bench.flags import flag, shape_of
 from kvtier.bench.processes.engine import Geometry, mib
-from kvtier.bench.requests.prompts import draw
+from kvtier.bench.requests.client import draw
 
 
 @dataclass(frozen=True, slots=True)

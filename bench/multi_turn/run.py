@@ -45,7 +45,7 @@ from kvtier.bench.multi_turn.report import NAME, Run, differing_turns, draw, pri
 from kvtier.bench.multi_turn.talk import Pause, Talk
 from kvtier.bench.processes.engine import engine_facts, geometry, require_model, served_name
 from kvtier.bench.requests import client
-from kvtier.bench.requests.prompts import Ask, as_prompt
+from kvtier.bench.requests.client import Ask, as_prompt
 from kvtier.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.multi_turn.arms import Conversations
-from kvtier.bench.requests.client import Client, Outcome
-from kvtier.bench.requests.prompts import Ask, as_prompt
+from kvtier.bench.requests.client import Ask, Client, Outcome, as_prompt
 
 if TYPE_CHECKING:
     import aiohttp

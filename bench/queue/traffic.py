@@ -14,8 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvtier.bench.traces.chains import key_of
-from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request
+from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request, key_of
 from kvtier.core.chunk import ChunkKey
 
 _AGENTS, _CHATS, _QUESTIONS = 150, 1500, 900

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvtier.bench.flags import flag, shape_of
 from kvtier.bench.processes.engine import Geometry, cache_args, mib, transfer
-from kvtier.bench.requests.prompts import Ask
+from kvtier.bench.requests.client import Ask
 from kvtier.core.errors import StateError
 from kvtier.spans import Order, compose, homes
 

@@ -22,8 +22,7 @@ import msgspec
 from kvtier.bench.command import stepping, waiting
 from kvtier.bench.processes.engine import cache_args, cpu_env, engine, served_name, transfer
 from kvtier.bench.requests import client
-from kvtier.bench.requests.client import Client, Outcome
-from kvtier.bench.requests.prompts import Ask
+from kvtier.bench.requests.client import Ask, Client, Outcome
 from kvtier.bench.spans import toy
 from kvtier.bench.spans.arms import ARMS, FULL, ONE_SERVER, Arm, Question, as_ask
 from kvtier.bench.spans.report import Answers, Results, Run, answers

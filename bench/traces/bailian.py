@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvtier.bench.traces.chains import Chains, numbers, seconds, tokens
-from kvtier.bench.traces.mooncake import Request, each_line
+from kvtier.bench.traces.mooncake import Chains, Request, each_line, numbers, seconds, tokens
 
 BLOCK_TOKENS = 16
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvtier.bench.traces.chains import Chains, numbers, seconds, tokens
-from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.mooncake import Chains, Request, numbers, seconds, tokens
 from kvtier.core.errors import ConfigError
 
 

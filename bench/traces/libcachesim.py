@@ -10,8 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from kvtier.bench.traces.chains import key_of, seconds
-from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.mooncake import Request, key_of, seconds
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 

@@ -20,8 +20,7 @@ from kvtier.bench.long_doc_qa.report import Round, summarise, verdict
 from kvtier.bench.long_doc_qa.run import add_arguments
 from kvtier.bench.processes import servers
 from kvtier.bench.processes.servers import ServerError, VllmServer
-from kvtier.bench.requests.client import Outcome, connect, parse_hits
-from kvtier.bench.requests.prompts import Ask
+from kvtier.bench.requests.client import Ask, Outcome, connect, parse_hits
 
 DOCUMENT, QUESTION = 64, 8
 

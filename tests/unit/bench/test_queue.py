@@ -12,9 +12,8 @@ import pytest
 from kvtier.bench.queue.report import first_come
 from kvtier.bench.queue.run import Engines
 from kvtier.bench.queue.traffic import KINDS, traffic
-from kvtier.bench.traces.chains import key_of
 from kvtier.bench.traces.commands.simulate import ChunkPrefill
-from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request
+from kvtier.bench.traces.mooncake import BLOCK_TOKENS, Request, key_of
 from kvtier.bench.traces.simulate import Cache, unique
 from kvtier.cli.main import main
 from kvtier.eviction.saved_compute import SavedCompute

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from kvtier.bench.traces.chains import key_of
-from kvtier.bench.traces.mooncake import Request
+from kvtier.bench.traces.mooncake import Request, key_of
 from kvtier.bench.traces.simulate import Cache, simulate
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
