@@ -259,34 +259,62 @@ def test_folders_that_cannot_be_one_tier_are_named_before_any_is_opened(tmp_path
     both.tier.close()
 
 
-def test_a_store_writes_on_when_a_disk_is_gone_and_has_its_chunks_again(tmp_path, faulty, clock):
-    tier, pool = opened(tmp_path, clock, slots=5), Pool(4, SLOT)
-    lane = Lane("nvme", 2, urgent_bound=100, bound=100)
-    store = Store(pool, [TierSpec(tier, lane)])
+class Stored:
+    """A Store over four disks of five chunks, whose second disk fails."""
 
-    def save(keys):
+    def __init__(self, tmp_path, clock):
+        self.tier, self.pool = opened(tmp_path, clock, slots=5), Pool(4, SLOT)
+        self.lane = Lane("nvme", 2, urgent_bound=100, bound=100)
+        self.store = Store(self.pool, [TierSpec(self.tier, self.lane)])
+        self.lower, self.clock = self.store.lower[0], clock
+
+    def save(self, keys):
         for key in keys:
-            lease = store.save([key])
+            lease = self.store.save([key])
             for slot in lease.slots:
-                pool.view(slot)[:] = content(key, SLOT)
+                self.pool.view(slot)[:] = content(key, SLOT)
             lease.commit()
-            wait_for(lambda: lane.is_idle, "written")
+            wait_for(lambda: self.lane.is_idle, "written")
 
-    def held():
-        return set(store.lower[0].chunks.order)
+    @property
+    def held(self):
+        return set(self.lower.chunks.order)
 
-    save(KEYS[:20])
-    faulty.bad.add(tier.disks[1].folder)
-    left = set(of(tier, 1))
-    for key in of(tier, 1)[:3]:
-        assert store.lower[0].try_read(key) is None
-    save(KEYS[20:40])
-    assert store.capacities == [15] and len(held()) == 15
-    assert all(holds(tier, key) for key in held())
+    def fail(self, faulty):
+        faulty.bad.add(self.tier.disks[1].folder)
+        for key in of(self.tier, 1)[:3]:
+            assert self.lower.try_read(key) is None
+        return set(of(self.tier, 1))
+
+    def mend(self, faulty):
+        faulty.bad.clear()
+        self.clock.now += 60
+        self.lower.sweep()
+
+
+def test_a_store_writes_on_when_a_disk_is_gone_and_has_its_chunks_again(tmp_path, faulty, clock):
+    stored = Stored(tmp_path, clock)
+    store, tier = stored.store, stored.tier
+    stored.save(KEYS[:20])
+    left = stored.fail(faulty)
+    stored.save(KEYS[20:40])
+    assert store.capacities == [15] and len(stored.held) == 15
+    assert all(holds(tier, key) for key in stored.held)
     assert store.stats()["nvme_store_failed"] == 0
-    faulty.bad.clear()
-    clock.now += 60
-    store.lower[0].sweep()
-    assert store.capacities == [20] and held() & left
-    assert all(holds(tier, key) for key in held())
+    stored.mend(faulty)
+    assert store.capacities == [20] and stored.held & left
+    assert all(holds(tier, key) for key in stored.held)
     assert store.close(5.0)
+
+
+def test_a_clear_reaches_what_a_disk_that_is_left_alone_has(tmp_path, faulty, clock):
+    stored = Stored(tmp_path, clock)
+    stored.save(KEYS[:20])
+    left = stored.fail(faulty)
+    stored.lower.sweep()
+    assert left and not stored.held & left
+    assert stored.lower.purge_unseen(None).result(10) == (len(left), True)
+    assert stored.tier.owed == len(left)
+    stored.mend(faulty)
+    assert not stored.held & left and {read(stored.tier, key) for key in left} == {False}
+    assert stored.store.close(5.0)
