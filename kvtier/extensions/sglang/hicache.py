@@ -314,20 +314,15 @@ class HiCachePages(HiCacheStorage):
     def _move_tensors(self, keys: list[str], tensors: list[Any], *, saves: bool) -> list[bool]:
         """Flat pages, as the pool makes them. Others would have another order of bytes."""
         stored = self._stored("kv")
-        flat = stored is not None and stored.pages is not None and stored.pages.form == "flat"
-        if (
-            stored is None
-            or not flat
-            or len(tensors) != len(keys)
-            or any(t is None for t in tensors)
-        ):
+        pages = None if stored is None else stored.pages
+        if stored is None or pages is None or pages.form != "flat":
             return [False] * len(keys)
-        if saves:
-            tensors = [one.contiguous() for one in tensors]
-        assert stored.pages is not None
-        if any(not one.is_contiguous() or one.nbytes != stored.pages.sizes[0] for one in tensors):
+        size = pages.sizes[0]
+        fit = [one for one in tensors if isinstance(one, torch.Tensor) and one.nbytes == size]
+        flat = [one.contiguous() for one in fit] if saves else fit
+        if not len(fit) == len(tensors) == len(keys) or not all(t.is_contiguous() for t in flat):
             return [False] * len(keys)
-        return self._moved(stored, keys, lambda: Pieces.of_tensors(tensors), saves=saves)
+        return self._moved(stored, keys, lambda: Pieces.of_tensors(flat), saves=saves)
 
     # ---- the rest --------------------------------------------------------------------------------
 

@@ -91,14 +91,13 @@ class PoolPages:
     def keys(self, own: bytes, hashes: Sequence[str]) -> list[ChunkKey]:
         """Keys of the pages that SGLang calls ``hashes`` (each over all tokens up to the page's
         end, LoRA adapter and salt), group by group. They are flat: a reader knows no parent."""
-        found = []
-        for name in hashes:
-            page = hashlib.sha256(_MAGIC + own + name.encode())
-            for group in range(self.first_group, self.first_group + self.groups):
-                chunk = page.copy()
-                chunk.update(group.to_bytes(4))
-                found.append(ChunkKey(chunk.digest() + _NO_PARENT))
-        return found
+        groups = range(self.first_group, self.first_group + self.groups)
+        ends, head = [group.to_bytes(4) for group in groups], _MAGIC + own
+        return [
+            ChunkKey(hashlib.sha256(head + name.encode() + end).digest() + _NO_PARENT)
+            for name in hashes
+            for end in ends
+        ]
 
     def whole(self, chunks: Sequence[bool]) -> list[bool]:
         """Of each page, whether all its chunks are True."""
