@@ -90,17 +90,22 @@ def load_each(
 ) -> list[bool]:
     """Load every chunk that is held, also behind one that is not. Says of each whether ``take`` got
     it and could use it."""
-    places, taken = list(range(len(keys))), [False] * len(keys)
+    places, taken, refused = list(range(len(keys))), [False] * len(keys), set[int]()
     while places and time.monotonic() < until:
         run = places
 
         def one(number: int, slot: memoryview, run: Sequence[int] = run) -> bool:
             taken[run[number]] = take(run[number], slot)
+            if not taken[run[number]]:
+                refused.add(run[number])
             return taken[run[number]]
 
-        behind = run[server.load([keys[place] for place in run], one, until) + 1 :]
+        count = server.load([keys[place] for place in run], one, until)
+        behind = [place for place in run[count:] if place not in refused]
         known = server.known([keys[place] for place in behind]) if behind else ()
         places = [place for place, held in zip(behind, known, strict=True) if held]
+        if places and not count:  # it is held, and RAM has no room for it yet
+            time.sleep(_POLL_S)
     return taken
 
 
