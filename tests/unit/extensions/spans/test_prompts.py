@@ -56,28 +56,6 @@ def test_ranges_cover_all_but_the_question_once(anchor, documents, question, ord
         assert made.documents == sorted(made.documents)
 
 
-@given(documents=PARTS, data=st.data())
-def test_the_same_documents_in_any_order_make_the_same_prompt(documents, data):
-    shuffled = data.draw(st.permutations(documents))
-    one = compose(spell, [9], documents, [8], "stable")
-    other = compose(spell, [9], shuffled, [8], "stable")
-    assert one.tokens == other.tokens
-    assert one.ranges == other.ranges
-
-
-@given(
-    shared=st.lists(TOKENS, min_size=1, max_size=4),
-    ones=st.lists(TOKENS, max_size=3),
-    others=st.lists(TOKENS, max_size=3),
-)
-def test_documents_before_all_that_differ_are_a_shared_prefix(shared, ones, others):
-    one = compose(spell, [9], [*ones, *shared], [8], "stable")
-    other = compose(spell, [9], [*shared, *others], [7], "stable")
-    least = min([*ones, *others], default=[6])
-    before = [document for document in shared if document < least]
-    assert alike(one.tokens, other.tokens) >= 1 + sum(map(len, before))
-
-
 def test_a_search_that_gives_the_same_documents_in_another_order_shares_all_of_them():
     found = ["cat", "dog", "ant"]
     orders = [compose(spell, "<s>", found[turn:] + found[:turn], "?") for turn in range(3)]
@@ -139,13 +117,6 @@ def test_a_home_is_whole_chunks_and_never_one_too_many(anchor, documents, chunk)
         assert set(home.tokens[end:]) <= {document[-1]}
         assert len(home.tokens) % chunk == 0
         assert len(home.tokens) - end < chunk
-
-
-@given(anchor=TOKENS, document=TOKENS, more=PARTS, chunk=st.integers(1, 4))
-def test_a_prompt_that_begins_with_a_document_begins_with_its_home(anchor, document, more, chunk):
-    (home,) = homes(anchor, [document], chunk)
-    prompt = compose(spell, anchor, [document, *more], [7])
-    assert alike(home.tokens, prompt.tokens) >= home.document.end
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 1.5, True, None])

@@ -221,19 +221,6 @@ def test_what_is_missing_between_documents_is_computed_in_place(on, totals):
     assert found["spans_moved"] + found["spans_computed"] + found["spans_kept"] == end
 
 
-def test_the_first_document_may_be_missing(on):
-    """Every home has the anchor."""
-    warm(on, DOGS)
-    made = prompt(ANTS, DOGS)
-    blend(on, "first", made, first=3)
-    on.step()
-    (job,) = metadata(on).spans
-    assert job.pieces[0].begin == job.pieces[0].distance == 0
-    on.step()
-    (order,) = metadata(on).passes
-    assert [run.tokens for run in order.runs] == [[*ANTS, *DOGS[:3]]]
-
-
 def test_a_document_of_which_only_the_beginning_is_there_is_completed(on):
     """Somebody asked of it behind the anchor, so whole chunks of it are there."""
     ask(on, "alone", [*ANCHOR, *ANTS, *QUESTION])

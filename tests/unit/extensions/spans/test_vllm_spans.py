@@ -159,14 +159,6 @@ def test_places_of_the_same_token_are_told_until_all_ranks_have_checked_the_rota
     assert told_of == [True, True, False]
 
 
-def test_an_exact_request_goes_on_being_saved_beside_it(on):
-    warm(on, CATS, DOGS)
-    made = prompt(DOGS, CATS)
-    blend(on, "blended", made)
-    ask(on, "exact", made.tokens)
-    assert on.hit(on.request("again", made.tokens)) == (len(made.tokens) - 1) // CHUNK * CHUNK
-
-
 def test_what_the_prompt_has_itself_is_loaded_and_saved_as_ever(on):
     made = prompt(CATS, DOGS)
     longer = made._replace(tokens=[*made.tokens, *range(600, 600 + CHUNK)])
@@ -178,17 +170,6 @@ def test_what_the_prompt_has_itself_is_loaded_and_saved_as_ever(on):
     (job,) = metadata(on).loads
     assert job.tokens == (len(longer.tokens) - 1) // CHUNK * CHUNK
     assert told(on, request)["declined"] == "exact"
-
-
-def test_what_is_missing_behind_all_that_is_there_ends_it(on):
-    warm(on, CATS)
-    made = prompt(CATS, ANTS)
-    request = blend(on, "missing", made)
-    on.step()
-    assert not metadata(on).spans, "what is there is exact"
-    (job,) = metadata(on).loads
-    assert job.tokens == made.ranges[1].end // CHUNK * CHUNK
-    assert told(on, request) == {"reused": 0, "declined": "missing", "missing": [2]}
 
 
 def test_homes_are_found_under_the_requests_own_salt(on):
@@ -230,15 +211,6 @@ def test_a_request_that_is_aborted_while_it_loads_keeps_its_slots_until_then(on)
     assert spans.waits
     on.end()
     assert not spans.waits
-
-
-def test_requests_that_do_not_ask_are_left_as_they_are(on):
-    request = on.request("plain", prompt(CATS).tokens)
-    hashes, salt = list(request.block_hashes), request.cache_salt
-    on.add(request)
-    assert (list(request.block_hashes), request.cache_salt) == (hashes, salt)
-    on.run("plain")
-    assert told(on, request) is None
 
 
 @pytest.mark.parametrize(
