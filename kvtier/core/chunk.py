@@ -195,14 +195,14 @@ class KeyChain:
         size, done = self._chunk_tokens, len(self.keys)
         last = len(tokens) // size
         if last > done:
-            self._go_on(tokens if not done else tokens[done * size : last * size])
+            self.go_on(tokens if not done else tokens[done * size : last * size])
         return self.keys
 
     def continued(self, tail: Sequence[int]) -> list[ChunkKey]:
         """Keys of a prompt that goes on with ``tail``. This chain stays as it is."""
         other = copy(self)
         other._hash, other.keys = self._hash.copy(), list(self.keys)
-        other._go_on(tail)
+        other.go_on(tail)
         return other.keys
 
     def within(self, chunk: int, tokens: Sequence[int], every: int) -> list[ChunkKey]:
@@ -221,7 +221,9 @@ class KeyChain:
             found.append(ChunkKey(hashed.digest() + link))
         return found
 
-    def _go_on(self, tokens: Sequence[int]) -> None:
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """Add the keys of the whole chunks of ``tokens``, which follow the last one's. Raises
+        likewise."""
         packed = _packed(tokens)
         size, done = self._chunk_tokens, len(self.keys)
         update, digest, link, step = self._hash.update, self._hash.digest, self._link, 4 * size

@@ -436,8 +436,9 @@ class SchedulerHalf:
         """Of the request's whole chunks so far. Only new tokens are hashed."""
         chain = prompt.chain
         assert chain is not None
-        if tokens // self._layout.chunk_tokens > len(chain.keys):
-            chain.extend(prompt.request.all_token_ids[:tokens])
+        begin = len(chain.keys) * self._layout.chunk_tokens
+        if tokens - begin >= self._layout.chunk_tokens:
+            chain.go_on(prompt.request.all_token_ids[begin:tokens])
         return chain.keys
 
 
