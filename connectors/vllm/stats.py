@@ -157,8 +157,9 @@ _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
 """By the part of a count's name before the first ``_``: the metric's name, its label, known
 values of the label, and its help. Places are known by the configuration."""
 _SERVER = "server_"
-_LATER = {row.name for row in figures.LABELLED_FIGURES}
-"""Metrics whose series appear when they are told first: their labels follow from the policy."""
+_LATER = {row.name for row in (*figures.LABELLED_FIGURES, *figures.DISK_FIGURES)}
+"""Metrics whose series appear when they are told first: their labels follow from the policy and
+the disks."""
 _registered: list[Any] = []
 """The last TierMetrics'. vLLM clears only metrics with its own prefix from Prometheus' registry."""
 
@@ -191,7 +192,7 @@ class TierMetrics(KVConnectorPromMetrics):
     """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
     ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}``,
     ``vllm:kvtier_zero_hits``, and a server's ``kvtier_*``. Every series exists from the start, but
-    for those of the policy and of other sizes."""
+    for those of the policy, of other sizes and of disks."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class TierMetrics(KVConnectorPromMetrics):
             if kind == TIMES:
                 self._observe_times(rest, count, transfer_stats_data, values)
             elif rest and kind != SECONDS:
-                figure, *labels = rest.split(SEPARATOR)
+                figure, *labels = rest.split(SEPARATOR, 2)  # a disk's folder is the second label
                 series = self._figures[kind, figure].labels(*values, *labels)
                 series.set(count) if kind == figures.GAUGE else series.inc(count)
             elif name == ZERO_HITS:

@@ -77,6 +77,7 @@ _FIGURES = (
     *figures.STORE_FIGURES,
     *_OF_SERVERS,
     *figures.TIER_FIGURES,
+    *figures.DISK_FIGURES,
     *figures.LABELLED_FIGURES,
     *figures.LANE_FIGURES,
 )

@@ -23,6 +23,21 @@ class LaneStatus(msgspec.Struct, frozen=True):
     """Jobs that raised: a bug in a tier. It is logged and never fatal."""
 
 
+class DiskStatus(msgspec.Struct, frozen=True):
+    """One of several disks of a tier."""
+
+    disk: str
+    """Its folder."""
+    away: bool
+    """The disk is left alone because it failed. The trouble says why."""
+    held: int
+    """Chunks that it can serve now."""
+    bytes_read: int
+    bytes_written: int
+    failed_reads: int
+    failed_writes: int
+
+
 class TierStatus(msgspec.Struct, frozen=True):
     """RAM or one lower tier of one size class."""
 
@@ -70,6 +85,8 @@ class TierStatus(msgspec.Struct, frozen=True):
     multiple of this one. Empty before anything is asked for."""
     what_if_error: float
     """Largest standard error of ``what_if``, where only some sessions are followed. Else 0."""
+    disks: list[DiskStatus] = []
+    """Empty for a tier that is not on several disks."""
 
 
 class TimingStatus(msgspec.Struct, frozen=True):

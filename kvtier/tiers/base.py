@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.report import DiskStatus
 from kvtier.core.tenant import UNOWNED
 
 
@@ -129,6 +130,11 @@ class Tier(ABC):
         return {}
 
     @property
+    def by_disk(self) -> Sequence[DiskStatus]:
+        """Counts of each disk, of a tier on several."""
+        return ()
+
+    @property
     def nodes_away(self) -> Sequence[str]:
         """Addresses, without passwords, of machines that are left alone because they failed."""
         return ()
@@ -203,6 +209,10 @@ class ForwardingTier(Tier):
     @property
     def counts(self) -> Mapping[str, int]:
         return self.inner.counts
+
+    @property
+    def by_disk(self) -> Sequence[DiskStatus]:
+        return self.inner.by_disk
 
     @property
     def nodes_away(self) -> Sequence[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvtier.core.lookup import RAM
-from kvtier.core.report import SizeClassStatus, TierStatus
+from kvtier.core.report import DiskStatus, SizeClassStatus, TierStatus
 from kvtier.eviction.what_if import SCALES
 
 GAUGE, COUNTER = "gauge", "counter"
@@ -65,6 +65,15 @@ def of_tier(
 def of_store(name: str, kind: str, text: str, value: Callable[[SizeClassStatus], float]) -> Figure:
     """A metric of the whole Store."""
     return Figure(name, kind, text, (), lambda report: {(): value(report)})
+
+
+def of_disk(name: str, kind: str, text: str, value: Callable[[DiskStatus], float]) -> Figure:
+    """A metric by disk, of tiers on several."""
+
+    def values(report: SizeClassStatus) -> Mapping[tuple[str, ...], float]:
+        return {(tier.tier, one.disk): value(one) for tier in report.tiers for one in tier.disks}
+
+    return Figure(f"disk_{name}", kind, text, ("tier", "disk"), values)
 
 
 WHAT_IF = "whatif_hit_ratio"
@@ -188,6 +197,14 @@ TIER_FIGURES = (
         lambda _, t: t.owed_deletes,
     ),
 )
+DISK_FIGURES = (
+    of_disk("away", GAUGE, "1 while this one of several disks is left alone.", lambda d: d.away),
+    of_disk("held_chunks", GAUGE, "Chunks that this disk can serve.", lambda d: d.held),
+    of_disk("read_bytes", COUNTER, "Bytes read from this disk.", lambda d: d.bytes_read),
+    of_disk("written_bytes", COUNTER, "Bytes written to this disk.", lambda d: d.bytes_written),
+    of_disk("failed_reads", COUNTER, "Reads that failed on this disk.", lambda d: d.failed_reads),
+    of_disk("failed_writes", COUNTER, "Writes that failed on it.", lambda d: d.failed_writes),
+)
 STORE_FIGURES = (
     of_store(
         "pinned_slots", GAUGE, "Slots that are read, spilled or waited for.", lambda r: r.pinned
@@ -308,7 +325,7 @@ LANE_FIGURES = (
         lambda r: {(t.tier,): t.lane.failures for t in r.tiers if t.lane is not None},
     ),
 )
-OF_ENGINES = (*STORE_FIGURES, *TIER_FIGURES, *LABELLED_FIGURES, *LANE_FIGURES)
+OF_ENGINES = (*STORE_FIGURES, *TIER_FIGURES, *DISK_FIGURES, *LABELLED_FIGURES, *LANE_FIGURES)
 """Figures that an engine's metrics have too."""
 TIMINGS = {
     "lookup": "How long it took to say how much of a prompt can be served.",

@@ -108,6 +108,7 @@ def _ram(store: Measured, counts: Callable[[str], int], curve: dict[str, Any]) -
         "bytes_read": counts("ram_loaded") * size,
         "bytes_written": counts("saved") * size,
         "hit_tokens": counts("ram_hit_tokens"),
+        "disks": [],
     }
     return TierStatus(**(nothing | known | curve))
 
@@ -141,6 +142,7 @@ def _tier(
         breaker_trips=own["breaker_trips"],
         owed_deletes=tier.owed,
         lane=LaneStatus(*lane.queued, lane.failures),
+        disks=list(tier.by_disk),
         **curve,
     )
 

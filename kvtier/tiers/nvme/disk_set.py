@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey, coldest_first
 from kvtier.core.errors import TierError
+from kvtier.core.report import DiskStatus
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.tiers.base import EVENTS, EventCounts, Tier
 from kvtier.tiers.nvme.index import slots_within, table_bytes
@@ -218,11 +219,11 @@ class DiskSet(Tier):
         """Each disk keeps room for what it holds. The rest is divided by what they could have."""
         tiers = [disk.tier for disk in self.disks if disk.tier is not None and not disk.away]
         self._lent = self._lent or chunks < self.capacity
-        spare = max(0, chunks - sum(len(tier.held()) for tier in tiers))
-        most = sum(tier.capacity - len(tier.held()) for tier in tiers)
+        spare = max(0, chunks - sum(tier.used for tier in tiers))
+        most = sum(tier.capacity - tier.used for tier in tiers)
         room = 0
         for tier in tiers:
-            held = len(tier.held())
+            held = tier.used
             free = tier.capacity - held
             mine = -(-spare * free // most) if most else 0
             spare, most = spare - mine, most - free
@@ -235,10 +236,12 @@ class DiskSet(Tier):
     def counts(self) -> Mapping[str, int]:
         counts = Counter(self._events.values)
         for disk in self.disks:
-            counts.update(disk.past)
-            if (tier := disk.tier) is not None:
-                counts.update(tier.counts)
+            counts.update(disk.counts)
         return counts
+
+    @property
+    def by_disk(self) -> Sequence[DiskStatus]:
+        return [disk.status() for disk in self.disks]
 
     @property
     def nodes_away(self) -> Sequence[str]:

@@ -12,6 +12,7 @@ from threading import Condition
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
+from kvtier.core.report import DiskStatus
 from kvtier.tiers.breaker import OPENING_FAULTS, Breaker
 from kvtier.tiers.nvme.tier import NvmeTier
 
@@ -25,6 +26,7 @@ _FIRST_CALLS, _PACE_CALLS = 16, 64
 """Calls from which on a disk's pace is known, and calls that it is the average of."""
 _OUT_FACTOR = 4
 """Factor by which one call may differ from the average."""
+_TOLD = ("bytes_read", "bytes_written", "failed_reads", "failed_writes")
 
 
 class SetDisk:
@@ -98,6 +100,24 @@ class SetDisk:
     @property
     def capacity(self) -> int:
         return self.tier.capacity if self.tier is not None and not self.away else 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Without the lock. Those of its earlier tiers are among them."""
+        counts = Counter(self.past)
+        if (tier := self.tier) is not None:
+            counts.update(tier.counts)
+        return counts
+
+    def status(self) -> DiskStatus:
+        """Without the lock."""
+        tier, counts, away = self.tier, self.counts, bool(self.away)
+        return DiskStatus(
+            disk=str(self.folder),
+            away=away,
+            held=0 if tier is None or away else tier.used,
+            **{event: counts[event] for event in _TOLD},
+        )
 
     # ---- calls -----------------------------------------------------------------------------------
 

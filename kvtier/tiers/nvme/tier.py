@@ -130,6 +130,10 @@ class NvmeTier(Tier):
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def used(self) -> int:
+        return len(self._places)
+
     def __contains__(self, key: object) -> bool:
         return key in self._places
 

@@ -3,6 +3,7 @@ nothing else."""
 
 import asyncio
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -31,7 +32,9 @@ from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.testing.check_tier import content
 from kvtier.tiers.away import object_layout
+from kvtier.tiers.base import ForwardingTier
 from kvtier.tiers.nvme import index as nvme_index
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis import layout as redis_layout
 from tests.admin_server import TOKEN
@@ -65,6 +68,22 @@ class Served(server.Server):
 
     def size_class(self):
         return self.size_classes.get(SLOT).result(DEADLINE_S)
+
+
+class OnTwoDisks(Served):
+    @staticmethod
+    def _store(folder, size):
+        lane = Lane("nvme", 2, urgent_bound=8, bound=8)
+        places = [DiskPlace(folder / f"disk{at}", 1 << 16, 2) for at in range(2)]
+        tier = ForwardingTier(DiskSet(places, size, clock=Clock()))
+        return Store(Pool(2, size), [(tier, lane)])
+
+
+@pytest.fixture
+def on_two_disks(tmp_path):
+    served = OnTwoDisks(tmp_path)
+    yield served
+    served.size_classes.close(10.0)
 
 
 @pytest.fixture
@@ -164,6 +183,35 @@ def test_what_was_not_there_is_counted_by_reason(served):
     assert shown["kvtier_missed_chunks_total", "forgotten"] == 2
     assert shown["kvtier_declined_chunks_total", "slower"] == 1
     assert "computed: 50% forgotten, 25% cold, 25% slower" in operate.screen(status.read(served))
+
+
+def test_each_of_several_disks_has_its_counts_and_one_that_fails_is_named(on_two_disks, tmp_path):
+    store, bad = used(on_two_disks), tmp_path / "disk0"
+    for first in range(10, 30, 2):
+        save(store, keys(first, first + 1))
+        settled(store, "nvme_stored", first - 4)
+    os.truncate(bad / "slots.kvtier", 0)
+    for first in range(10, 30, 2):
+        load(store, keys(first, first + 1))
+    report = status.read(on_two_disks)
+    shown = samples(report)
+
+    def told(what):
+        return [shown[f"kvtier_disk_{what}", str(tmp_path / f"disk{at}"), "nvme"] for at in (0, 1)]
+
+    assert told("away") == [1, 0] and told("failed_writes_total") == [0, 0]
+    failed, none = told("failed_reads_total")
+    assert failed >= 3 and none == 0
+    left, held = told("held_chunks")
+    assert left == 0 and held >= 8
+    for what in ("read", "written"):
+        parts = told(f"{what}_bytes_total")
+        assert sum(parts) == shown[f"kvtier_{what}_bytes_total", "nvme"] and min(parts) > 0
+    (said,) = report.trouble
+    assert f"{bad} (its reads or writes fail" in said and "disk1" not in said
+    assert f"TROUBLE: {said}" in operate.screen(report)
+    on_disk = report.size_classes[0].tiers[1].disks
+    assert [(one.disk, one.away) for one in on_disk] == [(str(bad), True), (on_disk[1].disk, False)]
 
 
 def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path):
@@ -284,6 +332,7 @@ def test_every_series_is_there_before_anything_happens(served):
         assert there[f"kvtier_{name}", "nvme"] == 0 and (f"kvtier_{name}", "ram") not in there
     for reason in ("cold", "evicted", "corrupt", "forgotten", "saving", "tier_down"):
         assert there["kvtier_missed_chunks_total", reason] == 0
+    assert not any(name.startswith("kvtier_disk_") for name, *_ in there), "there is one folder"
 
 
 def names_in(text):
@@ -324,10 +373,10 @@ def test_the_alerts_name_metrics_that_exist(served):
         assert {"summary", "do"} <= rule["annotations"].keys()
 
 
-def test_the_page_for_operations_names_what_exists_and_every_alert(served):
+def test_the_page_for_operations_names_what_exists_and_every_alert(on_two_disks):
     text = (ROOT / "deploy/OPERATIONS.md").read_text()
     of_an_engine = {f"kvtier_server_{name}_total" for name in ("unanswered", "lost")}
-    there = known(served) | of_an_engine
+    there = known(on_two_disks) | of_an_engine
     histograms = {name.removesuffix("_bucket") for name in there if name.endswith("_bucket")}
     assert names_in(text) <= there | histograms
     (group,) = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]

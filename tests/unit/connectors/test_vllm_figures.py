@@ -28,6 +28,7 @@ from kvtier.started import Started
 from kvtier.store.reports import status
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
 
@@ -137,6 +138,24 @@ def test_an_engine_shows_what_a_server_shows(store, tmp_path):
     assert not any(
         value for (name, *_), value in shown.samples("1").items() if "capacity" in name
     ), "another engine's"
+
+
+def test_an_engine_shows_each_of_several_disks_whatever_its_folders_name(tmp_path):
+    places = [DiskPlace(tmp_path / name, 1 << 16, 1) for name in ("disk0", "disk|1")]
+    lane = Lane("nvme", 2, urgent_bound=8, bound=8)
+    store = Store(Pool(2, SLOT), [(DiskSet(places, SLOT), lane)])
+    shown, clock = Shown(tmp_path), Clock()
+    figures = Figures(store, clock)
+    for first in (10, 20):
+        use(store, first)
+        clock.now += 1.0
+        shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
+    theirs, ours = servers(store), shown.samples()
+    for place in places:
+        assert ours["kvtier_disk_written_bytes_total", str(place.folder), "nvme"] > 0
+        assert ours["kvtier_disk_away", str(place.folder), "nvme"] == 0
+    assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
+    store.close()
 
 
 def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit():
