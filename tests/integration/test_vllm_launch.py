@@ -34,13 +34,13 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 class Launched(HttpEngine):
-    """``kvtier launch -- vllm serve MODEL ...`` behind the fence."""
+    """``kvtier launch -- vllm serve MODEL ...`` behind the fence. ``words``: launch's own."""
 
-    def __init__(self, enter, model, args, env, log):
+    def __init__(self, enter, model, args, env, log, *words):
         super().__init__(model, args, env, log, START_S)
         python = engine_python()
         vllm = Path(python).with_name("vllm")
-        launch = [python, "-m", "kvtier", "launch", "--", str(vllm), "serve", model]
+        launch = [python, "-m", "kvtier", "launch", *words, "--", str(vllm), "serve", model]
         begin = ["unshare", "-m", "bash", "-c", f'{enter} && exec "$@"', "bash"]
         self._command = [*begin, *launch, "--host", "127.0.0.1", *args]
 
