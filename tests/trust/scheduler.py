@@ -415,7 +415,7 @@ class Time:
     def monotonic_ns(self) -> int:
         return int(self._world.now * 1e9)
 
-    perf_counter_ns = monotonic_ns
+    time_ns = perf_counter_ns = monotonic_ns
 
     def sleep(self, seconds: float) -> None:
         self._world.sleep(seconds)
