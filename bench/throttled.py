@@ -104,9 +104,16 @@ def serve_documents(model: str, tokens: int, arm: str) -> None:
 
 class Arm(LineProcess):
     def __init__(
-        self, arm: str, model: Path, tokens: int, tier: Mapping[str, str], log: Path
+        self,
+        arm: str,
+        model: Path,
+        tokens: int,
+        tier: Mapping[str, str],
+        log: Path,
+        command: Sequence[str] = ("kvtier.bench.throttled",),
     ) -> None:
-        """``tier``: the environment that names its lower tier."""
+        """``tier``: the environment that names its lower tier. ``command``: the module that serves
+        documents, and its flags."""
         chunk = _CHUNK_TOKENS * kv_token_bytes(read_config(model), 4)
         # With a connector vLLM reserves other CPU cores than without: all arms get the same.
         environment = os.environ | {
@@ -118,8 +125,8 @@ class Arm(LineProcess):
         }
         environment |= tier
         call = json.dumps([str(model), tokens, arm])
-        command = [sys.executable, "-m", "kvtier.bench.throttled", "--engine", call]
-        super().__init__(command, environment, log)
+        words = [sys.executable, "-m", *command, "--engine", call]
+        super().__init__(words, environment, log)
 
     def ask(self, document: int) -> Answer:
         time.sleep(REST_S)

@@ -67,11 +67,11 @@ class Throttle:
         time.sleep(max(0.0, until - time.perf_counter()))
 
     def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
-        self._wait(fd, sum(part.nbytes for part in parts))
+        self._wait(fd, sum(memoryview(part).nbytes for part in parts))
         return os.pwritev(fd, parts, at)
 
     def preadv(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
-        self._wait(fd, sum(part.nbytes for part in parts))
+        self._wait(fd, sum(memoryview(part).nbytes for part in parts))
         return os.preadv(fd, parts, at)
 
 
