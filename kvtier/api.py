@@ -158,6 +158,16 @@ class KVStore(Protocol):
         """
         ...
 
+    def load_unknown(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
+    ) -> tuple[LookupResult, LoadLease] | None:
+        """:meth:`lookup` and :meth:`load` of ``keys[start:]`` in one, if nothing of it is known.
+
+        Returns None, without any effect, where a chunk is known, or a shared tier may know more,
+        and where :meth:`load_ready` does because the answer would take too long.
+        """
+        ...
+
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
         """Note that the engine computes available chunks instead of loading them.
 

@@ -229,6 +229,11 @@ class Client:
     ) -> LoadLease | None:
         return None
 
+    def load_unknown(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
+    ) -> tuple[LookupResult, LoadLease] | None:
+        return None
+
     def check(self, idle: bool = False) -> None:
         answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
         if answer is None:

@@ -178,6 +178,11 @@ class Hosts:
     ) -> LoadLease | None:
         return None
 
+    def load_unknown(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
+    ) -> tuple[LookupResult, LoadLease] | None:
+        return None
+
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
         for store, own in self._named(keys):
             store.decline(own, reason)

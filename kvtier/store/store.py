@@ -18,9 +18,19 @@ from typing import TYPE_CHECKING, Any
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.lanes import Executor
-from kvtier.core.lookup import ANONYMOUS, RAM, Asker, Ended, LookupResult, Progress, Served
+from kvtier.core.lookup import (
+    ANONYMOUS,
+    NO_LOOKUP,
+    RAM,
+    Asker,
+    Ended,
+    LookupResult,
+    Progress,
+    Served,
+)
 from kvtier.core.pool import Pool
 from kvtier.core.steps import PIECE_CHUNKS, Steps, in_pieces, pieces
+from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import ALL_LRU, Orders
 from kvtier.eviction.hints import Hint
 from kvtier.load_policy.latency import Pace
@@ -269,6 +279,23 @@ class Store:
         lease.slots, lease.sources = [entry.slot for entry in entries], [RAM] * len(rest)
         self._note_prompt(keys, asker)
         return lease
+
+    def load_unknown(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
+    ) -> tuple[LookupResult, LoadLease] | None:
+        begun, rest = self.clock(), keys[start:]
+        if not rest or len(keys) > _READY_CHUNKS:
+            return None
+        with self._lock:
+            if is_known(self._directory, rest[0]) or self._ask(rest) is not None:
+                return None
+            _, why = self._end_of(rest, 0, 0, UNOWNED)
+            self._took("lookup", "", self.clock() - begun)
+            self._directory.used(keys)
+            self.counts["load_asked"] += len(rest)
+            self.counts[f"missed_{why}"] += len(rest)
+        self._note_prompt(keys, asker)
+        return NO_LOOKUP._replace(why=why), LoadLease(self, self.pool, [], _Claim(begun, UNOWNED))
 
     def _note_prompt(self, keys: Sequence[ChunkKey], asker: Asker) -> None:
         if not asker.again:

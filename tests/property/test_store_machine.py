@@ -197,6 +197,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.open_loads.append(lease)
         return lease
 
+    @rule(prompt=PROMPT, start=st.integers(0, 1))
+    def load_unknown(self, prompt, start):
+        keys = keys_of(prompt)
+        result = self.store.lookup(keys[start:])
+        found = self.store.load_unknown(keys, start)
+        nothing = len(keys) > start and not result.known and result.asking is None
+        assert (found is not None) == nothing
+        if found is not None:
+            assert found[0] == result
+            found[1].close()
+
     @rule(lease=loads)
     def poll(self, lease):
         before = lease.ready

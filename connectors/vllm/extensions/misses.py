@@ -102,7 +102,8 @@ class Misses(Extension):
     ) -> None:
         """Count from chunk ``start`` on: loaded ones by ``places``, then declined, then missing."""
         why, short = missed
-        self._counts.update(f"loaded_{place}" for place in places)
+        if places:
+            self._counts.update(f"loaded_{place}" for place in places)
         for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
             for reason, count in counts.items():
                 self._counts[f"{kind}_{reason}"] += count

@@ -97,7 +97,14 @@ class Claims:
             if not learned:
                 return lease
         claim.drop()
-        return self._load_or_decline(prompt, run, result or self._store.lookup(run.wanted), busy)
+        if result is None:
+            unknown = self._store.load_unknown(run.keys, run.start, asker=asker(prompt))
+            if unknown is not None:
+                self._take(prompt, run, unknown[0], _NOTHING, unknown[1])
+                claim.taken_pieces = 0
+                return unknown[1]
+            result = self._store.lookup(run.wanted)
+        return self._load_or_decline(prompt, run, result, busy)
 
     def _load_or_decline(
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool

@@ -10,6 +10,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint, salt_name
 from kvtier.extensions.hint_dialects.middleware import carried
+from kvtier.store.observer import Observer
 from tests.child_process import DEADLINE_S, wait_for
 from tests.unit.real_scheduler import CHUNK
 from tests.unit.scheduler_half import extension
@@ -161,13 +162,12 @@ def test_how_a_request_ended_is_told_where_the_store_was_asked_for_it(core, monk
     from vllm.v1.request import RequestStatus
 
     store, asked, told = core.connector._scheduler.store, list[Asker](), list[Ended]()
-    load = store.load
 
-    def loading(*run, asker, **more):
-        asked.append(asker)
-        return load(*run, asker=asker, **more)
+    class Asked(Observer):
+        def prompt(self, run, asker):
+            asked.append(asker)
 
-    monkeypatch.setattr(store, "load", loading)
+    store.observe(Asked())
     monkeypatch.setattr(store, "ended", told.append)
     core.add(request(core, "one", PROMPT, max_tokens=5))
     core.run("one")

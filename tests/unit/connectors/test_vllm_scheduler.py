@@ -519,6 +519,7 @@ def test_a_request_that_is_being_computed_by_another_is_not_called_new():
 
 def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch):
     bench, request = Bench(), prompt(3)
+    monkeypatch.setattr(bench.store, "load_unknown", lambda *told, **more: None)
     monkeypatch.setattr(bench.store, "lookup", lambda keys: NO_LOOKUP)
     assert bench.matched(request) == 0
     assert bench.ended(request, 0) == {"missed_tier_down": 3}
@@ -528,6 +529,7 @@ def test_a_server_that_does_not_answer_is_a_tier_that_is_down(monkeypatch):
 def test_a_model_that_others_cut_into_another_size_is_warned_of_once(monkeypatch, caplog):
     bench = Bench()
     nothing = NO_LOOKUP._replace(why="other_chunk_size")
+    monkeypatch.setattr(bench.store, "load_unknown", lambda *told, **more: None)
     monkeypatch.setattr(bench.store, "lookup", lambda keys: nothing)
     for name in ("one", "two"):
         request = prompt(3, name)

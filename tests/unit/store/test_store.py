@@ -110,6 +110,43 @@ def test_a_run_that_would_hold_the_lock_for_long_is_not_claimed_at_once():
         assert lease.poll() == Progress(2048, 0)
 
 
+def test_of_a_run_of_which_nothing_is_known_one_call_tells_and_notes_as_much_as_two():
+    told = []
+    for at_once in (True, False):
+        store, (lane,) = over(DictTier(64))
+        fill(store, keys(1, 2))
+        fill(store, keys(7))
+        lane.run()
+        run = keys(1, 2, 3, 4)
+        if at_once:
+            result, lease = store.load_unknown(run, 2)
+        else:
+            result, lease = store.lookup(run[2:]), store.load(run, 2, most=0)
+        assert lease.poll() == result.progress == Progress(0, 0) and lease.views() == []
+        lease.close()
+        store.check(idle=True)
+        looked = sum(store.timings.of("lookup").counts)
+        told.append((result, list(store._directory.order), store.stats(), looked))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("known", ["", "RAM", "a tier", "a shared tier", "too long"])
+def test_a_run_that_may_be_known_is_looked_up(known):
+    tier = DictTier(64, shared=known == "a shared tier")
+    store, (lane,) = over(tier)
+    fill(store, keys(7) if known != "RAM" else keys(1))
+    if known == "a tier":
+        fill(store, keys(1))
+        lane.run()
+        for other in range(20, 24):
+            fill(store, keys(other))
+    run = keys(*range(1, 600 if known == "too long" else 3))
+    order, counts = list(store._directory.order), store.counts.copy()
+    assert (store.load_unknown(run) is None) == bool(known)
+    if known:
+        assert (list(store._directory.order), store.counts) == (order, counts)
+
+
 def test_a_lease_ends_once():
     store, _ = over()
     lease = store.save(keys(1))
