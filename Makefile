@@ -148,8 +148,7 @@ bench-suite: $(READY)  ## the hot paths one by one, beside the committed baselin
 	$(SUITE) --benchmark-compare=bench/results/suite.json
 
 bench-suite-baseline: $(READY)  ## a new baseline -> bench/results/suite.json
-	$(SUITE) --benchmark-json=build/suite.json
-	$(BIN)/python -m kvtier.bench.suite build/suite.json bench/results/suite.json
+	$(SUITE) --benchmark-json=bench/results/suite.json
 
 bench-gpu: $(READY)  ## the GPU path; needs a CUDA device
 	$(BIN)/python -m kvtier.bench.gpu

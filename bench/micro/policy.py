@@ -14,8 +14,8 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -106,16 +106,6 @@ def longest_piece(trace: Sequence[Request]) -> float:
     return max(after - before for before, after in pairwise(pauses))
 
 
-@contextmanager
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def least(rounds: int, *works: Callable[[], float]) -> list[float]:
     """Of each, in turns."""
     turns = [[work() for work in works] for _ in range(rounds)]
@@ -167,8 +157,10 @@ def main() -> None:
         lambda: locked(trace, lambda room: Segments(room, SETTINGS[1])),
         lambda: followed(trace),
     )
-    with no_collector():
-        (piece,) = least(args.rounds, lambda: longest_piece(trace))
+    gc.collect()
+    gc.disable()
+    (piece,) = least(args.rounds, lambda: longest_piece(trace))
+    gc.enable()
     rows = [
         _row("a chunk asked for, saved and let go under the lock, lru", lru, trace),
         _row("ram.policy auto adds to a chunk under the lock", kept - lru, trace, 1.0),

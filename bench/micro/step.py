@@ -48,6 +48,11 @@ HOOKS = (
     *("build_connector_meta", "update_connector_output", "request_finished_all_groups"),
     *("take_events", "get_kv_connector_stats", "has_pending_push_work"),
 )
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+}
 _BYTES = 512 << 20
 _OURS = {"ram_bytes": _BYTES, "log_level": "ERROR", LOAD_EVERY_HIT: True}
 """Nothing takes time to compute here, so no hit would pay."""
@@ -214,6 +219,13 @@ class SchedulingLoop:
         for _ in range(steps):
             self.step()
 
+    def decode(self, running: int, draw: random.Random, steps: int = 0) -> list[Spent]:
+        """Steps in which so many requests decode, none of which ends."""
+        while len(self.scheduler.requests) < running:
+            self.ask(prompt(draw, draw.randrange(20, 200)), LONG_TOKENS // 2)
+        self.settle(12)
+        return [self.step() for _ in range(steps)]
+
     def crowd_out(self) -> None:
         """Nothing is left in vLLM's own cache of blocks that no request has."""
         blocks = self.scheduler.kv_cache_manager.block_pool
@@ -259,26 +271,20 @@ def _timed(hook: Callable[..., Any], spent: list[int]) -> Callable[..., Any]:
     return timed
 
 
+def prompt(draw: random.Random, tokens: int) -> list[int]:
+    return draw.choices(range(1, 500), k=tokens)
+
+
 def workloads(engine: SchedulingLoop, steps: int) -> Iterator[tuple[str, list[Spent]]]:
     """Name and steps of each, one after the other on one engine."""
     draw = random.Random(1)
-
-    def prompt(tokens: int) -> list[int]:
-        return draw.choices(range(1, 500), k=tokens)
-
-    def decode(running: int) -> tuple[str, list[Spent]]:
-        while len(engine.scheduler.requests) < running:
-            engine.ask(prompt(draw.randrange(20, 200)), LONG_TOKENS // 2)
-        engine.settle(12)
-        return f"decode of {running}", [engine.step() for _ in range(steps)]
-
     for running in DECODING:
-        yield decode(running)
-    long = prompt(LONG_TOKENS)
+        yield f"decode of {running}", engine.decode(running, draw, steps)
+    long = prompt(draw, LONG_TOKENS)
     for what in ("cold", "from RAM", *["from NVMe"] * engine.has_nvme):
         if what == "from NVMe":
             for _ in range(5):
-                engine.ask(prompt(LONG_TOKENS), 1)
+                engine.ask(prompt(draw, LONG_TOKENS), 1)
                 engine.settle(8)
             engine.crowd_out()
         engine.hit_tokens = 0
@@ -290,13 +296,13 @@ def workloads(engine: SchedulingLoop, steps: int) -> Iterator[tuple[str, list[Sp
         if hit and engine.hit_tokens < LONG_TOKENS // 2:
             raise SystemExit(f"{what}: only {engine.hit_tokens} tokens of the prompt were a hit")
         yield f"32k {what} beside {running}", [max(found, key=lambda one: one.added_s)]
-    yield decode(MOST_DECODING)
+    yield f"decode of {MOST_DECODING}", engine.decode(MOST_DECODING, draw, steps)
     engine.abort()
     engine.settle(4)
     found = []
     for _ in range(steps // 2):
         for _ in range(PROMPTS):
-            engine.ask(prompt(PROMPT_TOKENS), 1)
+            engine.ask(prompt(draw, PROMPT_TOKENS), 1)
         found.append(engine.step())
     yield "eight cold prompts", found
 
@@ -312,15 +318,9 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_a_process(words: list[str]) -> dict[str, Any]:
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, "-m", "kvtier.bench.micro.step", *words]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | quiet | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},
-    )
+    environment = os.environ | ENVIRONMENT
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     lines = [one for one in done.stdout.splitlines() if one.startswith("{")]
     if not lines:
         raise SystemExit(done.stderr[-3000:])

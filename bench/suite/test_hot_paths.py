@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.bench.micro import step
+from kvtier.bench.model import make_model
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
@@ -153,3 +155,27 @@ def test_copy_of_one_chunk(benchmark: Benchmark, way: str, block: int) -> None:
     benchmark(lambda: copy(jobs).wait())
     jobs.clear()
     pool.close()
+
+
+ADDED_S = [0.0]
+"""CPU time of the connector's hooks, after each step."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.benchmark(timer=lambda: ADDED_S[-1])
+def test_connector_in_a_step_of_64_that_decode(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks under vLLM's own Scheduler, whose own time is left out. A round is 32 steps, in which
+    eight requests finish a chunk."""
+    for name, value in step.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    model = make_model(tmp_path / "model", "tiny")
+    engine = step.SchedulingLoop(model, "kvtier", is_async=False)
+    engine.decode(64, random.Random(1))
+
+    def go_on() -> None:
+        ADDED_S.append(ADDED_S[-1] + engine.step().added_s)
+
+    benchmark.pedantic(go_on, rounds=20, iterations=32)
+    engine.scheduler.shutdown()
