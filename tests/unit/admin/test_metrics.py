@@ -13,12 +13,14 @@ import pytest
 import yaml
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin import http as admin
 from kvtier.admin.places import bind
 from kvtier.admin.status import EVERY_S, History
 from kvtier.cli import operate
+from kvtier.cli.top import Look, Screen
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served as CoreServed
@@ -210,6 +212,11 @@ def test_each_of_several_disks_has_its_counts_and_one_that_fails_is_named(on_two
     (said,) = report.trouble
     assert f"{bad} (its reads or writes fail" in said and "disk1" not in said
     assert f"TROUBLE: {said}" in operate.screen(report)
+    screen, console = Screen(), Console(width=400)
+    screen.add(Look(report, None, []))
+    with console.capture() as captured:
+        console.print(screen.frame(400))
+    assert f"TROUBLE: {said}" in captured.get()
     on_disk = report.size_classes[0].tiers[1].disks
     assert [(one.disk, one.away) for one in on_disk] == [(str(bad), True), (on_disk[1].disk, False)]
 
