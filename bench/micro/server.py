@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -58,8 +58,8 @@ def client_of(path: str, layout: ChunkLayout) -> Client:
 
 
 @contextmanager
-def server(ram_bytes: int) -> Iterator[tuple[str, int]]:
-    settings = {"KVTIER_RAM_BYTES": f"{ram_bytes}B", "KVTIER_LOG_LEVEL": "WARNING"}
+def server(ram_bytes: int, more: Mapping[str, str] | None = None) -> Iterator[tuple[str, int]]:
+    settings = {"KVTIER_RAM_BYTES": f"{ram_bytes}B", "KVTIER_LOG_LEVEL": "WARNING", **(more or {})}
     with run_folder() as folder:
         path = folder / "run" / SOCKET
         command = [sys.executable, "-m", "kvtier", "serve", "--listen", f"unix://{path}"]

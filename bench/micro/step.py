@@ -118,7 +118,7 @@ class SchedulingLoop:
         config.cache_config.num_gpu_blocks = BLOCKS
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        cache, made = _cache(), StructuredOutputManager(config)
+        cache, made = one_layer(), StructuredOutputManager(config)
         self.worker: Any = None
         self.has_nvme = arm == NVME
         with set_current_vllm_config(config):
@@ -247,7 +247,7 @@ def _arm(arm: str, folder: Path) -> dict[str, Any] | None:
     return told | {"kv_connector_extra_config": extra}
 
 
-def _cache() -> Any:
+def one_layer() -> Any:
     """One group of full attention, as vLLM plans it."""
     import torch
     from vllm.v1 import kv_cache_interface as kv
