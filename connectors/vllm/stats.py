@@ -64,12 +64,15 @@ class Figures:
         if self._clock() < self._due:
             return {}
         self._due = self._clock() + _EVERY_S
-        own = self._store.status()
-        now = dict(_server(self._store.counts) if own is None else _own(own))
-        changed = {name: value for name, value in now.items() if self._told.get(name) != value}
+        own, told = self._store.status(), self._told
+        now = {  # a counter that falls, as while a disk is opened again, is told when it has grown
+            name: value if is_gauge(name) else max(value, told.get(name, 0))
+            for name, value in (_server(self._store.counts) if own is None else _own(own))
+        }
+        changed = {name: value for name, value in now.items() if told.get(name) != value}
         if changed:  # so that vLLM's log always has something to show
             changed |= {name: value for name, value in now.items() if name.startswith(HELD)}
-        told, self._told = self._told, now
+        self._told = told | now
         return {
             name: value - (0 if is_gauge(name) else told.get(name, 0))
             for name, value in changed.items()

@@ -170,6 +170,7 @@ class SetDisk:
     def open(self, *, lent: bool) -> Sequence[ChunkKey]:
         """Open its folder. Returns what it holds, coldest first. Raises TierError."""
         tier = self._open(lent)
+        self.past.pop("lifetime_bytes", None)  # the folder knows it
         self.tier, self._faults = tier, 0
         slowest_s = self.most_calls * tier.slot_bytes / _SLOWEST_BYTES_S
         self.frozen_s, self._paced = max(FROZEN_S, slowest_s), 0
@@ -185,7 +186,7 @@ class SetDisk:
             self._require_place()
             if (old := self.tier) is not None:
                 self.tier = None
-                self.past.update({**old.counts, "lifetime_bytes": 0})
+                self.past.update(old.counts)
                 old.close(old.held())
             held = self.open(lent=lent)
             if not self.well_tier.works():

@@ -327,3 +327,13 @@ def test_a_hit_comes_from_the_medium_that_its_tier_tells():
         CacheHitSource.P2P: 4 + 8,
         CacheHitSource.EXTERNAL_UNSPECIFIED: 16 + 32,
     }
+
+
+def test_a_count_that_falls_takes_nothing_back_and_is_told_when_it_has_grown():
+    clock, counts = Clock(), dict[str, int]()
+    figures = Figures(SimpleNamespace(status=lambda: None, counts=counts), clock)
+    told = list[float]()
+    for counts["lost"] in (5, 3, 0, 6):
+        clock.now += 1.0
+        told += figures.new().values()
+    assert told == [5, 1]
