@@ -58,10 +58,10 @@ demo-all: $(READY) redis-server  ## every arm at its full size: 10 to 13 minutes
 # Three workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
 # import kvtier: they compile it once, where the host's environment says otherwise too.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-test: $(READY) redis-server  ## what decides, one real engine by each runner too: 10 minutes
+test: $(READY) redis-server  ## what decides, one real engine by each runner too: 7 minutes
 	TEST_ALL_SET_UP=1 $(PYTEST) -m "not whole and not extended"
 
-test-all: set-up  ## every test, all real engines, and peers: half an hour
+test-all: set-up  ## every test, all real engines, and peers: 20 minutes
 	TEST_ALL_SET_UP=1 $(PYTEST) -m "not extended"
 
 test-rest: set-up  ## what test-all has and test has not
