@@ -55,17 +55,17 @@ demo-all: $(READY) redis-server  ## every arm at its full size: 10 to 13 minutes
 	$(BIN)/python -m kvtier.bench.demo --all
 
 ##@ Test
-# Three workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
+# Two or three workers (tests/workers.py). What is set up here is not missing: a test that says so fails. Hundreds of processes
 # import kvtier: they compile it once, where the host's environment says otherwise too.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-test: $(READY) redis-server  ## what decides, one real engine by each runner too: 7 minutes
-	TEST_ALL_SET_UP=1 $(PYTEST) -m "not whole and not extended"
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+test: $(READY) redis-server  ## what decides, one real engine by each runner too: 10 minutes
+	TEST_ALL_SET_UP=1 $(PYTEST) -n 2 -m "not whole and not extended"
 
-test-all: set-up  ## every test, all real engines, and peers: 20 minutes
-	TEST_ALL_SET_UP=1 $(PYTEST) -m "not extended"
+test-all: set-up  ## every test, all real engines, and peers: 25 minutes
+	TEST_ALL_SET_UP=1 $(PYTEST) -n 3 -m "not extended"
 
 test-rest: set-up  ## what test-all has and test has not
-	TEST_ALL_SET_UP=1 $(PYTEST) -m "whole and not extended"
+	TEST_ALL_SET_UP=1 $(PYTEST) -n 3 -m "whole and not extended"
 
 test-room: $(READY)  ## the tests of one room, in seconds: ROOM=store, server, tiers/nvme, ...
 	@files=$$($(BIN)/python -m tests.rooms $(ROOM)) && $(BIN)/python -m pytest -q -m "not extended" $$files

@@ -1,6 +1,6 @@
-"""Three workers at once on two cores, for a test waits as long as it computes (``make test``;
-pytest-xdist, ``--dist loadfile``): a file's tests run in one of them and share its fixtures. The
-longest files come first, so that all workers end at about the same time.
+"""Two workers at once (``make test``; pytest-xdist, ``--dist loadfile``), or three for tests of the
+whole, which wait as long as they compute: a file's tests run in one of them and share its fixtures.
+The longest files come first, so that all workers end at about the same time.
 
 ``make test`` leaves out tests of the whole that cost minutes or need more than ``.venv`` and
 redis-server. They have the marker ``whole``, which :func:`mark_whole` gives them by their file.

@@ -116,8 +116,10 @@ def streams_that_stop(stage):
 
 
 def newcomer_gets_in(stage, server):
+    """Soon: an honest client may have the slots for a moment."""
     with attached(server.access(OTHER)) as newcomer:
-        stage.must(save(newcomer, run(9, 5, OTHER)) == 5, "a newcomer gets no room")
+        saved = sum(save(newcomer, run(9, 5, OTHER)) for _ in range(20))
+        stage.must(saved == 5, "a newcomer gets no room")
 
 
 def other_sizes(stage):

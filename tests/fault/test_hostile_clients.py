@@ -2,6 +2,7 @@
 else happens."""
 
 import asyncio
+import re
 import socket
 import time
 from dataclasses import replace
@@ -55,7 +56,9 @@ def client(server):
 
 
 def last_words(sock):
-    inbox: Inbox[wire.Message] = Inbox(wire.Challenge | wire.Answer | wire.Go | wire.Refused)
+    inbox: Inbox[wire.Message] = Inbox(
+        wire.Challenge | wire.Answer | wire.Go | wire.Welcome | wire.Refused
+    )
     said: list[wire.Message] = []
     try:
         while data := sock.recv(1 << 16):
@@ -74,7 +77,10 @@ NOT_A_GREETING = {
         wire.frame(structs.replace(hello(bytes(32), SLOT, stream=False), version=1000)),
         f"the server speaks version {wire.VERSION}, the client 1000",
     ),
-    "twice": (wire.frame(hello(bytes(32), SLOT, stream=False)) * 2, "before the Welcome"),
+    "twice": (
+        wire.frame(hello(bytes(32), SLOT, stream=False)) * 2,
+        "before the Welcome|malformed",  # behind it, where the server was quicker
+    ),
 }
 
 
@@ -84,7 +90,7 @@ def test_what_is_not_a_greeting(server, client, said):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(server.socket))
         sock.sendall(data)
-        assert reason in last_words(sock)
+        assert re.search(reason, last_words(sock))
 
 
 NOT_A_QUESTION = {
