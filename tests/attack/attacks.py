@@ -118,8 +118,9 @@ def streams_that_stop(stage):
 def newcomer_gets_in(stage, server):
     """Soon: an honest client may have the slots for a moment."""
     with attached(server.access(OTHER)) as newcomer:
-        saved = sum(save(newcomer, run(9, 5, OTHER)) for _ in range(20))
-        stage.must(saved == 5, "a newcomer gets no room")
+        keys = run(9, 5, OTHER)
+        held = (save(newcomer, keys) + len(load(newcomer, keys)) for _ in range(20))
+        stage.must(any(each >= 5 for each in held), "a newcomer gets no room")
 
 
 def other_sizes(stage):
