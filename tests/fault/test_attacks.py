@@ -14,7 +14,6 @@ from tests.server_process import short_folder
 MARKS = {
     **dict.fromkeys(("questions", "handshakes", "object", "refusal", "page", "cluster"), "whole"),
     "clear": "redis",
-    "streams": "extended",  # now and then a newcomer gets no room: not understood
 }
 
 
