@@ -50,6 +50,11 @@ def own_half(key: ChunkKey) -> bytes:
     return key[:_LINK_BYTES]
 
 
+def flat_key(name: bytes) -> ChunkKey:
+    """The key of a chunk of which nobody knows the parent."""
+    return ChunkKey(hashlib.sha256(name).digest() + _ROOT_LINK)
+
+
 class PieceMask:
     """Names one kind of piece of a chunk. :meth:`key` gives the piece's key.
 

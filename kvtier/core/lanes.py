@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 
 logger = logging.getLogger("kvtier.lanes")
 
 Work = Callable[[], None]
+R = TypeVar("R")
 
 
 class Executor(Protocol):
@@ -38,6 +40,20 @@ class Executor(Protocol):
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new work, and finish the rest within ``timeout_s``. False: some was not done."""
+
+
+def future_of(lane: Executor, work: Callable[[], R], *, urgent: bool = False) -> Future[R] | None:
+    """The result of ``work`` on the lane, or what it raises. None: there was no room."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 - for who waits
+                future.set_exception(error)
+
+    return future if lane.submit(run, urgent=urgent) else None
 
 
 class Lane:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from kvtier.api import Asker, LoadLease
 from kvtier.client.client import Client
@@ -25,9 +26,13 @@ from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError
+from kvtier.server.listening.strangers import LogLimit
 from kvtier.started import Started
 
 logger = logging.getLogger("kvtier.cache_server")
+logger.addFilter(LogLimit(20, 60.0))
+
+R = TypeVar("R")
 
 Fill = Callable[[int, memoryview], bool]
 """Write chunk ``i`` of the run into this slot. False: it cannot be written."""
@@ -83,6 +88,16 @@ def connect(config: Config, layout: ChunkLayout) -> CacheServer:
     if entrance.address.path:
         return Attached(entrance, config.server.timeout_ms / 1000)
     return Streamed(entrance)
+
+
+def safely(counts: Counter[str], work: Callable[[], R], otherwise: R) -> R:
+    """Result of ``work``. Nothing raises into the engine: what fails is logged and counted."""
+    try:
+        return work()
+    except Exception:
+        counts["failed_calls"] += 1
+        logger.exception("a call failed, and the engine goes on without it")
+        return otherwise
 
 
 def load_each(

@@ -15,11 +15,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey, own_half, parent_half
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
-from kvtier.core.lanes import Lane
+from kvtier.core.lanes import Lane, future_of
 from kvtier.core.lookup import RAM
 from kvtier.core.steps import whole
 from kvtier.core.tenant import owner_of
@@ -43,6 +43,7 @@ _MAX_PARENTS = 65_536
 _QUEUED_OPENINGS = 64
 _MAX_SLOT_BYTES = 1 << 30
 """No tier keeps larger chunks. A client that asks for one is told which sizes are kept."""
+_FULL = "the server is closing, or opens too many stores at once"
 Subscriber = Callable[[], None]
 R = TypeVar("R")
 
@@ -219,21 +220,19 @@ class SizeClasses:
         }
         if slot_bytes in self._opening:
             return self._opening[slot_bytes]
-        future: Future[SizeClass] = Future()
         if slot_bytes > _MAX_SLOT_BYTES:
             text = f"no chunk may have {slot_bytes:,} bytes, at most {_MAX_SLOT_BYTES:,}"
-            future.set_exception(RefusedSize(text, list(self._opening)))
-            return future
+            return _failed(RefusedSize(text, list(self._opening)))
         resting = self._resting()
         if refusal := self._no_room(slot_bytes, client, resting):
-            future.set_exception(TierError(refusal))
-            return future
+            return _failed(TierError(refusal))
         closing = self._in_the_way(slot_bytes, resting)
         popped = {size: self._opening.pop(size) for size in closing}
         closed = {size: one.result() for size, one in popped.items()}
-        if not self._submit(future, lambda: self._open(slot_bytes, closed)):
+        future = future_of(self._lane, lambda: self._open(slot_bytes, closed))
+        if future is None:
             self._opening |= popped
-            return future
+            return _failed(TierError(_FULL))
         self._opening[slot_bytes] = future
         self._brought = {size: one for size, one in self._brought.items() if size in self._opening}
         self._brought[slot_bytes] = client
@@ -307,12 +306,10 @@ class SizeClasses:
         if self._settling or len(self._opening) < 2:
             return
         self._settling = True
-        future: Future[None] = Future()
-        future.add_done_callback(self._settled)
-        self._submit(future, self._balance)
+        self.on_lane(self._balance).add_done_callback(self._settled)
 
     def _settled(self, turn: Future[None]) -> None:
-        """On the lane, or on the caller's thread when the lane refused the work."""
+        """On the lane, or on the caller's thread when the turn is over."""
         self._settling = False
         if isinstance(turn.exception(), Exception) and not isinstance(turn.exception(), TierError):
             logger.error(
@@ -321,9 +318,7 @@ class SizeClasses:
 
     def on_lane(self, work: Callable[[], R]) -> Future[R]:
         """Do ``work`` while no store is being opened."""
-        future: Future[R] = Future()
-        self._submit(future, work)
-        return future
+        return future_of(self._lane, work) or _failed(TierError(_FULL))
 
     def close(self, timeout_s: float) -> bool:
         """Close every store. Queued writes have ``timeout_s``. False: some were dropped."""
@@ -331,12 +326,6 @@ class SizeClasses:
         for size_class in self.open.values():
             clean &= size_class.store.close(timeout_s)
         return clean
-
-    def _submit(self, future: Future[R], work: Callable[[], R]) -> bool:
-        if self._lane.submit(lambda: _settle(future, work)):
-            return True
-        future.set_exception(TierError("the server is closing, or opens too many stores at once"))
-        return False
 
     def _resting(self) -> list[int]:
         """The longest first. Never the configured size, and never the last one."""
@@ -477,8 +466,7 @@ class SizeClasses:
             )
 
 
-def _settle(future: Future[R], work: Callable[[], R]) -> None:
-    try:
-        future.set_result(work())
-    except Exception as error:  # noqa: BLE001 - the caller is told
-        future.set_exception(error)
+def _failed(error: Exception) -> Future[Any]:
+    future = Future[Any]()
+    future.set_exception(error)
+    return future

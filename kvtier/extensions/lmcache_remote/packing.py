@@ -14,7 +14,6 @@ whole pages and aligned copies are faster.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from typing import Annotated
@@ -23,13 +22,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
+from kvtier.core.chunk import PAGE_BYTES, ChunkKey, flat_key
 
 HEAD_BYTES = PAGE_BYTES
-_DIGEST_BYTES = 32
 _MAGIC = b"kvtier/lmcache/1"
 _FIXED = struct.Struct("<16s16sH")
-_FLAT = bytes(KEY_BYTES - _DIGEST_BYTES)
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 Shape = Annotated[list[Size], msgspec.Meta(min_length=1, max_length=8)]
@@ -56,7 +53,7 @@ def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
     keys are ordered only by last use.
     """
     text = json.dumps(name, separators=(",", ":"), ensure_ascii=True)
-    return ChunkKey(hashlib.sha256(_MAGIC + fingerprint + text.encode()).digest() + _FLAT)
+    return flat_key(_MAGIC + fingerprint + text.encode())
 
 
 def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:

@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +22,8 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lanes import Executor, Lane
-from kvtier.extensions.cache_server import CacheServer
+from kvtier.core.lanes import Executor, Lane, future_of
+from kvtier.extensions.cache_server import CacheServer, safely
 from kvtier.extensions.lmcache_remote import packing
 from kvtier.extensions.lmcache_remote.packing import Head
 
@@ -52,7 +52,8 @@ class KVTierRemote(RemoteConnector):
     ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
-        """Chunks since the start; ``failed`` counts calls."""
+        """Chunks since the start, and ``failed_calls``."""
+        self._safely = partial(safely, self.counts)
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
@@ -79,11 +80,9 @@ class KVTierRemote(RemoteConnector):
 
     def batched_contains(self, keys: Sequence[Any]) -> int:
         """Number of leading chunks that are held. 0 when the server does not answer in time."""
-        answer: Future[int] = Future()
-        if not self._finds.submit(lambda: answer.set_result(self._find(keys)), urgent=True):
-            return 0
+        answer = future_of(self._finds, lambda: self._find(keys), urgent=True)
         try:
-            return answer.result(_FIND_S)
+            return answer.result(_FIND_S) if answer is not None else 0
         except TimeoutError:
             return 0
 
@@ -225,14 +224,6 @@ class KVTierRemote(RemoteConnector):
             name = *worker, key.chunk_hash_hex, str(key.dtype), tags
             named.append(packing.chunk_key(self._fingerprint, *name))
         return named
-
-    def _safely(self, work: Callable[[], R], otherwise: R) -> R:
-        try:
-            return work()
-        except Exception:
-            self.counts["failed"] += 1
-            logger.exception("a call failed; LMCache goes on without it")
-            return otherwise
 
     async def _on(
         self,

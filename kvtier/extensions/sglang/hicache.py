@@ -21,9 +21,10 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
+from kvtier.core.lanes import future_of
 from kvtier.extensions.cache_server import CacheServer, connect, settings, tenant
 from kvtier.extensions.sglang.engine_identity import identity
-from kvtier.extensions.sglang.moves import Bounded, Copy, FlatPages, Pieces, Transfer, begin
+from kvtier.extensions.sglang.moves import Bounded, Copy, FlatPages, Pieces, Transfer
 from kvtier.extensions.sglang.pages import PoolPages, Ranks, head_groups, legal_ends
 from kvtier.server.listening.strangers import LogLimit
 
@@ -88,7 +89,7 @@ class HiCachePages(HiCacheStorage):
         self._bounded = Bounded()
         self._updates = _updates()
         changed = "weights were replaced in the running engine" if self._updates else ""
-        self._engine = begin(self._bounded.opens, partial(identity, _arguments(), changed))
+        self._engine = future_of(self._bounded.opens, partial(identity, _arguments(), changed))
 
     # ---- pools -----------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class HiCachePages(HiCacheStorage):
                 "--page-size %d: a page is a chunk, and small ones are slow; give --page-size 64"
             )
             logger.warning(words, pages.page_tokens)
-        stored.opening = begin(self._bounded.opens, partial(self._open, stored, pages))
+        stored.opening = future_of(self._bounded.opens, partial(self._open, stored, pages))
 
     def _open(self, stored: StoredPool, pages: PoolPages) -> None:
         """On a lane: the server makes room for the pool's size of chunks."""

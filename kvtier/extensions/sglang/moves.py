@@ -11,11 +11,10 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from typing import Any, TypeVar
 
-from kvtier.core.lanes import Lane
+from kvtier.core.lanes import Lane, future_of
 
 logger = logging.getLogger("kvtier.sglang")
 
@@ -112,7 +111,7 @@ class Bounded:
 
     def call(self, lane: Lane, work: Callable[[], R], otherwise: R, within_s: float) -> R:
         """Result of ``work``, or ``otherwise`` where it fails or takes longer."""
-        answer = begin(lane, work)
+        answer = future_of(lane, work)
         try:
             return answer.result(within_s) if answer is not None else otherwise
         except LateError:
@@ -126,20 +125,6 @@ class Bounded:
     def close(self) -> None:
         for lane in (self.finds, self.loads, self.saves, self.opens):
             lane.close(_CLOSE_S)
-
-
-def begin(lane: Lane, work: Callable[[], R]) -> Future[R] | None:
-    """The result to come. None: the lane is full."""
-    answer: Future[R] = Future()
-
-    def run() -> None:
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(work())
-            except Exception as error:  # noqa: BLE001 - for who waits
-                answer.set_exception(error)
-
-    return answer if lane.submit(run) else None
 
 
 def _address(slot: memoryview) -> int:

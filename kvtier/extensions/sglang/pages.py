@@ -8,19 +8,17 @@ tensor-parallel size that divides ``tp_lcm_size`` share chunks.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from kvtier.core.chunk import KEY_BYTES, ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint, flat_key
 from kvtier.core.errors import ConfigError
 
 _FORMAT = 1
 """Version of a chunk's bytes and of what names them. Raise it when their meaning changes."""
 _MAGIC = b"kvtier/sglang/1"
-_NO_PARENT = bytes(KEY_BYTES - hashlib.sha256().digest_size)
 _SHARDED = ("MHA", "Mamba")
 """Names of host pools' classes whose bytes differ by rank, also where the model's KV is the same
 on all."""
@@ -93,11 +91,7 @@ class PoolPages:
         end, LoRA adapter and salt), group by group. They are flat: a reader knows no parent."""
         groups = range(self.first_group, self.first_group + self.groups)
         ends, head = [group.to_bytes(4) for group in groups], _MAGIC + own
-        return [
-            ChunkKey(hashlib.sha256(head + name.encode() + end).digest() + _NO_PARENT)
-            for name in hashes
-            for end in ends
-        ]
+        return [flat_key(head + name.encode() + end) for name in hashes for end in ends]
 
     def whole(self, chunks: Sequence[bool]) -> list[bool]:
         """Of each page, whether all its chunks are True."""

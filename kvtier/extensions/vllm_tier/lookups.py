@@ -30,10 +30,11 @@ class Lookups:
     Args:
         clock: seconds.
         timeout_s: how long an answer may take.
+        counts: of answers, by what they were.
     """
 
-    def __init__(self, clock: Callable[[], float], timeout_s: float) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, clock: Callable[[], float], timeout_s: float, counts: Counter[str]) -> None:
+        self.counts = counts
         self._clock, self.timeout_s = clock, timeout_s
         self._verdicts = dict[bytes, _Verdict]()
         self._keys = dict[str, set[bytes]]()

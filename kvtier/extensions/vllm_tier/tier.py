@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import sha256
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.client.connect import Address
 from kvtier.connectors.vllm.versions import log_like_vllm
-from kvtier.core.chunk import KEY_BYTES, ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint, flat_key
 from kvtier.core.lanes import Lane
-from kvtier.extensions.cache_server import connect, load_each, settings, tenant
+from kvtier.extensions.cache_server import connect, load_each, safely, settings, tenant
 from kvtier.extensions.vllm_tier.identity import engine_identity
 from kvtier.extensions.vllm_tier.lookups import Lookups
+from kvtier.server.listening.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.vllm_tier")
+logger.addFilter(LogLimit(20, 60.0))
 
 CHUNKS = "kvtier_tier_chunks"
 _EVENTS = "enable_kv_events"
@@ -47,11 +49,8 @@ _MOVE_THREADS = 4
 _QUEUED_LOOKUPS, _QUEUED_JOBS = 64, 256
 _ANSWER_TIMES = 10
 """A lookup may take so many answers' time: one for each of its questions, and those before it."""
-_LOG_S = 60.0
 _CLOSE_S = 10.0
 _MOST_ANNOUNCED_CHUNKS = 1 << 18
-_FLAT = bytes(KEY_BYTES - sha256().digest_size)
-"""vLLM's keys do not say which chunk comes before theirs."""
 
 
 class KVTierTier(SecondaryTierManager):
@@ -83,7 +82,9 @@ class KVTierTier(SecondaryTierManager):
         layout = ChunkLayout(self._name, 1, 1, (self.block_size_bytes,))
         self._server = connect(config, layout)
         self._timeout_s = config.engine.load_timeout_ms / 1000
-        self._lookups = Lookups(time.monotonic, _ANSWER_TIMES * config.server.timeout_ms / 1000)
+        self._counts, self._told = Counter[str](), Counter[str]()
+        answer_s = _ANSWER_TIMES * config.server.timeout_ms / 1000
+        self._lookups = Lookups(time.monotonic, answer_s, self._counts)
         self._asking = Lane("vllm-tier-ask", 1, urgent_bound=1, bound=_QUEUED_LOOKUPS)
         self._moving = Lane(
             "vllm-tier-move", _MOVE_THREADS, urgent_bound=_QUEUED_JOBS, bound=_QUEUED_JOBS
@@ -91,8 +92,6 @@ class KVTierTier(SecondaryTierManager):
         self._changed = threading.Condition()
         self._open, self._draining = 0, False
         self._done = deque[tuple[JobResult, Any, list[bytes]]]()
-        self._counts: Counter[str] = Counter()
-        self._logged = -_LOG_S
         emits = events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if emits else None
         self._announced = dict[bytes, None]()
@@ -122,8 +121,9 @@ class KVTierTier(SecondaryTierManager):
 
         def ask() -> None:
             for run in runs:
-                held = self._safely(self._server.known, self._named(run))
-                lookups.answered([*zip(run, held or [False] * len(run), strict=True)])
+                known = partial(self._server.known, self._named(run))
+                held = safely(self._counts, known, [False] * len(run))
+                lookups.answered([*zip(run, held, strict=True)])
 
         if runs:
             self._asking.submit(ask)
@@ -145,7 +145,7 @@ class KVTierTier(SecondaryTierManager):
         def run() -> None:
             begun, moved = time.monotonic(), list[bool]()
             if begun < until and not self._draining:
-                moved = self._safely(move, self._named(keys), rows, until)
+                moved = safely(self._counts, lambda: move(self._named(keys), rows, until), [])
             self._end(job, keys, moved, time.monotonic() - begun)
 
         if not self._moving.submit(run, urgent=job.is_promotion):
@@ -186,8 +186,8 @@ class KVTierTier(SecondaryTierManager):
             self._changed.wait_for(lambda: not self._open)
             self._draining = False
         self._name = fingerprint({"after": self._name.hex(), "start": secrets.token_hex(16)})
-        self._lookups = Lookups(time.monotonic, self._lookups.timeout_s)
-        self._log("vLLM's caches were reset: what it kept before is not of use to it any more")
+        self._lookups = Lookups(time.monotonic, self._lookups.timeout_s, self._counts)
+        logger.warning("vLLM's caches were reset: what it kept before is not of use to it any more")
 
     def shutdown(self) -> None:
         with self._changed:
@@ -218,21 +218,7 @@ class KVTierTier(SecondaryTierManager):
         return load_each(self._server, keys, take, until)
 
     def _named(self, keys: Iterable[bytes]) -> list[ChunkKey]:
-        return [ChunkKey(sha256(self._name + key).digest() + _FLAT) for key in keys]
-
-    def _safely(self, work: Callable[..., list[bool]], *given: Any) -> list[bool]:
-        try:
-            return work(*given)
-        except Exception as error:  # noqa: BLE001 - nothing raises into vLLM, and it is logged
-            self._counts["failed_calls"] += 1
-            self._log(f"a call failed, and vLLM goes on without it: {error!r}")
-            return []
-
-    def _log(self, text: str) -> None:
-        """At most a line a minute."""
-        if time.monotonic() - self._logged >= _LOG_S:
-            self._logged = time.monotonic()
-            logger.warning("%s", text)
+        return [flat_key(self._name + key) for key in keys]
 
     # ---- what is told ----------------------------------------------------------------------------
 
@@ -260,12 +246,11 @@ class KVTierTier(SecondaryTierManager):
         return {CHUNKS: OffloadingCounterMetadata(text, ("outcome",))}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        counts, self._counts = self._counts, Counter()
-        counts += self._lookups.counts
-        self._lookups.counts.clear()
-        if not counts:
+        counts = self._counts.copy()
+        new, self._told = counts - self._told, counts
+        if not new:
             return None
         stats = OffloadingConnectorStats()
-        for outcome, count in counts.items():
+        for outcome, count in new.items():
             stats.increase_counter(CHUNKS, count, (outcome,))
         return stats

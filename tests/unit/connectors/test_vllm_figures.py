@@ -121,20 +121,26 @@ def use(store, first):
                 store.wait(1.0)
 
 
-def test_an_engine_shows_what_a_server_shows(store, tmp_path):
-    shown, clock = Shown(tmp_path), Clock()
+def used_twice(store, folder):
+    """What the engine shows of a store that it has used, and its samples."""
+    shown, clock = Shown(folder), Clock()
     figures = Figures(store, clock)
     for first in (10, 20):
         use(store, first)
         clock.now += 1.0
         shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
-    theirs, ours = servers(store), shown.samples()
-    assert theirs["kvtier_loads_total", "nvme"] > 0 and theirs["kvtier_evictions_total", "ram"] > 0
-    assert theirs["kvtier_hit_tokens_total", "nvme"] == 20
-    assert (theirs["kvtier_asked_tokens_total",], theirs["kvtier_ideal_tokens_total",]) == (60, 50)
-    assert theirs["kvtier_lifetime_written_bytes", "nvme"] == 8 * SLOT
-    assert theirs["kvtier_drive_writes_per_day", "nvme"] == pytest.approx(8 / 14)
+    ours, theirs = shown.samples(), servers(store)
     assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
+    return shown, ours
+
+
+def test_an_engine_shows_what_a_server_shows(store, tmp_path):
+    shown, ours = used_twice(store, tmp_path)
+    assert ours["kvtier_loads_total", "nvme"] > 0 and ours["kvtier_evictions_total", "ram"] > 0
+    assert ours["kvtier_hit_tokens_total", "nvme"] == 20
+    assert (ours["kvtier_asked_tokens_total",], ours["kvtier_ideal_tokens_total",]) == (60, 50)
+    assert ours["kvtier_lifetime_written_bytes", "nvme"] == 8 * SLOT
+    assert ours["kvtier_drive_writes_per_day", "nvme"] == pytest.approx(8 / 14)
     assert not any(
         value for (name, *_), value in shown.samples("1").items() if "capacity" in name
     ), "another engine's"
@@ -144,17 +150,10 @@ def test_an_engine_shows_each_of_several_disks_whatever_its_folders_name(tmp_pat
     places = [DiskPlace(tmp_path / name, 1 << 16, 1) for name in ("disk0", "disk|1")]
     lane = Lane("nvme", 2, urgent_bound=8, bound=8)
     store = Store(Pool(2, SLOT), [(DiskSet(places, SLOT), lane)])
-    shown, clock = Shown(tmp_path), Clock()
-    figures = Figures(store, clock)
-    for first in (10, 20):
-        use(store, first)
-        clock.now += 1.0
-        shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
-    theirs, ours = servers(store), shown.samples()
+    ours = used_twice(store, tmp_path)[1]
     for place in places:
         assert ours["kvtier_disk_written_bytes_total", str(place.folder), "nvme"] > 0
         assert ours["kvtier_disk_away", str(place.folder), "nvme"] == 0
-    assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
     store.close()
 
 

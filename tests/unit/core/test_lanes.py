@@ -4,7 +4,7 @@ sleeping."""
 import logging
 import threading
 
-from kvtier.core.lanes import Lane
+from kvtier.core.lanes import Lane, future_of
 from tests.child_process import DEADLINE_S
 
 
@@ -83,3 +83,15 @@ def test_threads_run_side_by_side():
     first.opened.set()
     second.opened.set()
     assert lane.close(DEADLINE_S)
+
+
+def test_a_future_has_what_its_work_returned_or_raised_and_a_full_lane_gives_none():
+    lane, gate = held_lane()
+    good, bad = future_of(lane, lambda: 7, urgent=True), future_of(lane, _fail)
+    unwanted = future_of(lane, _fail)
+    assert good and bad and unwanted and unwanted.cancel()
+    assert future_of(lane, lambda: 7) is None
+    gate.opened.set()
+    assert good.result(DEADLINE_S) == 7
+    assert isinstance(bad.exception(DEADLINE_S), ValueError)
+    assert lane.close(DEADLINE_S) and not lane.failures
