@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvtier.admin.status import Stats
-from kvtier.core.report import BOUNDS
+from kvtier.core.report import BOUNDS, SizeClassStatus
 from kvtier.store.reports import figures
-from kvtier.store.reports.figures import COUNTER, GAUGE, Figure, of_store
+from kvtier.store.reports.figures import COUNTER, GAUGE, Figure, of_label, of_store
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Sample = tuple[tuple[str, ...], float]
@@ -34,46 +34,35 @@ _KINDS: Mapping[str, type[GaugeMetricFamily | CounterMetricFamily]] = {
     COUNTER: CounterMetricFamily,
 }
 _LE = [*map(floatToGoString, BOUNDS), "+Inf"]
-_SLOTS = Figure(
-    "slots",
-    GAUGE,
-    "Slots of the RAM tier by state.",
-    ("state",),
-    lambda r: {("free",): r.free, ("filling",): r.filling, ("ready",): r.tiers[0].held},
-)
+_DECLINED = "Chunks that could be had and were computed instead."
+_MODEL = "Always 1; a model that has chunks of this size."
+_NO_HITS = "1: no asked chunk has been a hit for long; kvtier stats says why."
+
+
+def _slots(report: SizeClassStatus) -> Mapping[str, float]:
+    return {"free": report.free, "filling": report.filling, "ready": report.tiers[0].held}
+
+
+def _declined(report: SizeClassStatus) -> Mapping[str, float]:
+    return dict.fromkeys(figures.DECLINED, 0) | report.declined
+
+
+def _missed(report: SizeClassStatus) -> Mapping[str, float]:
+    return dict.fromkeys(figures.MISSED, 0) | report.missed
+
+
 _OF_SERVERS = (
-    of_store("namespaces", GAUGE, "Tenants and models so far.", lambda r: r.namespaces),
-    Figure(
-        "declined_chunks",
-        COUNTER,
-        "Chunks that could be had and were computed instead.",
-        ("reason",),
-        lambda r: {(why,): r.declined.get(why, 0) for why in (*figures.DECLINED, *r.declined)},
+    of_store("namespaces", GAUGE, "namespaces", "Tenants and models so far."),
+    of_label("declined_chunks", COUNTER, "reason", _declined, _DECLINED),
+    of_label(
+        "missed_chunks", COUNTER, "reason", _missed, "Chunks that loads named and could not have."
     ),
-    Figure(
-        "missed_chunks",
-        COUNTER,
-        "Chunks that loads named and could not have.",
-        ("reason",),
-        lambda r: {(why,): r.missed.get(why, 0) for why in (*figures.MISSED, *r.missed)},
-    ),
-    Figure(
-        "model_info",
-        GAUGE,
-        "Always 1; a model that has chunks of this size.",
-        ("model",),
-        lambda r: {(name,): 1 for name in r.models},
-    ),
-    of_store(
-        "zero_hits",
-        GAUGE,
-        "1: no asked chunk has been a hit for long; kvtier stats says why.",
-        lambda r: bool(r.zero_hits),
-    ),
+    of_label("model_info", GAUGE, "model", lambda r: dict.fromkeys(r.models, 1), _MODEL),
+    of_store("zero_hits", GAUGE, lambda r: bool(r.zero_hits), _NO_HITS),
 )
 """An engine counts these itself."""
 _FIGURES = (
-    _SLOTS,
+    of_label("slots", GAUGE, "state", _slots, "Slots of the RAM tier by state."),
     *figures.STORE_FIGURES,
     *_OF_SERVERS,
     *figures.TIER_FIGURES,
