@@ -1,4 +1,4 @@
-"""The ``kvtier`` command. Subcommands are in :data:`COMMANDS`, and imported when they run."""
+"""The ``kvtier`` command. Subcommands are in :data:`PLACES`, and imported when they run."""
 
 from __future__ import annotations
 
@@ -23,97 +23,55 @@ _CLOSED_PIPE = 128 + signal.SIGPIPE
 _INTERRUPTED = 128 + signal.SIGINT
 
 
-class VersionCommand:
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """A command without flags."""
-
-    @staticmethod
-    def run(arguments: argparse.Namespace) -> int:
-        print(_version())
-        return 0
-
-
 def _version() -> str:
     return f"kvtier {kvtier.__version__}"
 
 
 COMMANDS = {
-    "bench long-doc-qa": (
-        "time to first token on long documents, with and without kvtier",
-        "kvtier.bench.long_doc_qa.run",
-    ),
-    "bench multi-turn": (
-        (
-            "time to first token in conversations on two engines behind a router, with and "
-            "without kvtier"
-        ),
-        "kvtier.bench.multi_turn.run",
-    ),
-    "bench queue": (
-        "time to first token behind a queue of engines, by eviction policy; simulated",
-        "kvtier.bench.queue.run",
-    ),
-    "bench model": (
-        "make a small model with random weights, which vLLM serves",
-        "kvtier.bench.model",
-    ),
-    "bench spans": (
-        "time to first token of prompts with retrieved documents, beside agreement of answers",
-        "kvtier.bench.spans.run",
-    ),
-    "plan": (
-        "what auto-config would set on this machine, and why",
-        "kvtier.autoconfig.command",
-    ),
-    "config": (
-        "print the effective configuration and where each value came from",
-        "kvtier.cli.show_config",
-    ),
-    "doctor": (
-        "is everything here as an engine with kvtier needs it? exit status 1 if not",
-        "kvtier.cli.doctor",
-    ),
-    "launch": (
-        "run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...",
-        "kvtier.cli.launch",
-    ),
-    "check": (
-        "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
-        "kvtier.cli.check",
-    ),
-    "clear": (
-        "make a server drop a tenant's chunks, or all chunks",
-        "kvtier.cli.operate:ClearCommand",
-    ),
-    "simulate": (
-        "what caches of given sizes would have hit of recorded requests",
-        "kvtier.bench.traces.commands.simulate",
-    ),
-    "replay": (
-        "send recorded requests to a running server, with real bytes",
-        "kvtier.bench.traces.commands.replay",
-    ),
-    "stats": ("what a server holds and does", "kvtier.cli.operate:StatsCommand"),
-    "top": (
-        "what a server holds and does, as it changes, drawn in the terminal",
-        "kvtier.cli.top",
-    ),
-    "serve": (
-        "one cache for several engines, on this host and others",
-        "kvtier.cli.serve",
-    ),
-    "token": (
-        "print a new random token, or the one made of it that only reads the metrics",
-        "kvtier.cli.operate:TokenCommand",
-    ),
-    "warm": (
-        "have a running engine compute documents, so that they are cached",
-        "kvtier.extensions.spans.warm",
-    ),
-    "version": ("print kvtier's version", "kvtier.cli.main:VersionCommand"),
+    "bench long-doc-qa": "time to first token on long documents, with and without kvtier",
+    "bench multi-turn": "time to first token in conversations on two engines behind a router, with "
+    "and without kvtier",
+    "bench queue": "time to first token behind a queue of engines, by eviction policy; simulated",
+    "bench model": "make a small model with random weights, which vLLM serves",
+    "bench spans": "time to first token of prompts with retrieved documents, beside agreement of "
+    "answers",
+    "plan": "what auto-config would set on this machine, and why",
+    "config": "print the effective configuration and where each value came from",
+    "doctor": "is everything here as an engine with kvtier needs it? exit status 1 if not",
+    "launch": "run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...",
+    "check": "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
+    "clear": "make a server drop a tenant's chunks, or all chunks",
+    "simulate": "what caches of given sizes would have hit of recorded requests",
+    "replay": "send recorded requests to a running server, with real bytes",
+    "stats": "what a server holds and does",
+    "top": "what a server holds and does, as it changes, drawn in the terminal",
+    "serve": "one cache for several engines, on this host and others",
+    "token": "print a new random token, or the one made of it that only reads the metrics",
+    "warm": "have a running engine compute documents, so that they are cached",
+    "version": "print kvtier's version",
 }
-"""Words -> (help, what has ``add_arguments`` and ``run``, which returns the exit status)."""
+"""Words -> help."""
+PLACES = {
+    "bench long-doc-qa": "kvtier.bench.long_doc_qa.run",
+    "bench multi-turn": "kvtier.bench.multi_turn.run",
+    "bench queue": "kvtier.bench.queue.run",
+    "bench model": "kvtier.bench.model",
+    "bench spans": "kvtier.bench.spans.run",
+    "plan": "kvtier.autoconfig.command",
+    "config": "kvtier.cli.show_config",
+    "doctor": "kvtier.cli.doctor",
+    "launch": "kvtier.cli.launch",
+    "check": "kvtier.cli.check",
+    "clear": "kvtier.cli.operate:ClearCommand",
+    "simulate": "kvtier.bench.traces.commands.simulate",
+    "replay": "kvtier.bench.traces.commands.replay",
+    "stats": "kvtier.cli.operate:StatsCommand",
+    "top": "kvtier.cli.top",
+    "serve": "kvtier.cli.serve",
+    "token": "kvtier.cli.operate:TokenCommand",
+    "warm": "kvtier.extensions.spans.warm",
+}
+"""Words -> what has ``add_arguments`` and ``run``, which returns the exit status."""
 _COMPLETING = "_ARGCOMPLETE"
 _LEAST_ADDRESS_BYTES = 512 << 20
 _ADDRESSES = (
@@ -146,9 +104,12 @@ def _run(words: list[str]) -> int:
     if name is None:
         return _no_command(parsers, words)
     try:
-        if name != "version":
-            _require_addresses()
-        command = _found(COMMANDS[name][1])
+        if name == "version":
+            parsers[name].parse_args(words[1:])
+            print(_version())
+            return 0
+        _require_addresses()
+        command = _found(PLACES[name])
         command.add_arguments(parsers[name])
         return int(command.run(parsers[name].parse_args(words[len(name.split()) :])))
     except KVTierError as error:
@@ -175,8 +136,9 @@ def _complete(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
         line = " ".join(environment().get("COMP_LINE", "").split()[1:])
         named = [name for name in COMMANDS if f"{line} ".startswith(f"{name} ")]
         for name in named:
-            _found(COMMANDS[name][1]).add_arguments(parsers[name])
-            show_every_key(parsers[name])
+            if name in PLACES:
+                _found(PLACES[name]).add_arguments(parsers[name])
+                show_every_key(parsers[name])
         argcomplete.autocomplete(parsers[""])
 
 
@@ -219,7 +181,7 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
     root.add_argument("--version", action="version", version=_version())
     parsers: dict[str, argparse.ArgumentParser] = {"": root}
     branches: dict[str, Any] = {"": root.add_subparsers(metavar="COMMAND")}
-    for name, (help_text, _) in COMMANDS.items():
+    for name, help_text in COMMANDS.items():
         group, _, leaf = name.rpartition(" ")
         if group not in branches:
             inside = ", ".join(

@@ -116,8 +116,8 @@ def test_every_command_is_in_the_wheel(wheel, tmp_path):
     """With the packages of this Python, and kvtier from the wheel alone."""
     ask([sys.executable, "-m", "zipfile", "-e", str(wheel), "."], tmp_path)
     code = (
-        "import importlib, sys; sys.path.insert(0, '.'); from kvtier.cli.main import COMMANDS\n"
-        "for _, place in COMMANDS.values():\n"
+        "import importlib, sys; sys.path.insert(0, '.'); from kvtier.cli.main import PLACES\n"
+        "for place in PLACES.values():\n"
         "    print(importlib.import_module(place.partition(':')[0]).__file__)"
     )
     files = ask([sys.executable, "-P", "-c", code], tmp_path).splitlines()

@@ -11,6 +11,7 @@ import yaml
 
 from kvtier.cli import key_flags, serve
 from kvtier.cli import main as cli
+from kvtier.cli.operate import TokenCommand
 from kvtier.config.keys import KEYS, Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
@@ -68,7 +69,8 @@ def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(monkeypatch
 
     module = ModuleType("made_up_command")
     module.__dict__.update(add_arguments=add_arguments, run=run)
-    monkeypatch.setitem(cli.COMMANDS, "bench made-up", ("for this test", "made_up_command"))
+    monkeypatch.setitem(cli.COMMANDS, "bench made-up", "for this test")
+    monkeypatch.setitem(cli.PLACES, "bench made-up", "made_up_command")
     assert cli.main(["version"]) == 0
     monkeypatch.setitem(sys.modules, "made_up_command", module)
     assert cli.main(["bench", "made-up", "--status", "7"]) == 7
@@ -195,8 +197,8 @@ def test_no_memory_is_one_line(capsys, monkeypatch):
     def fails(_):
         raise MemoryError
 
-    monkeypatch.setattr(cli.VersionCommand, "run", staticmethod(fails))
-    assert "no memory; give at least 512 MiB" in refused(capsys, "version")
+    monkeypatch.setattr(TokenCommand, "run", staticmethod(fails))
+    assert "no memory; give at least 512 MiB" in refused(capsys, "token")
 
 
 def test_a_socket_that_may_not_be_made_names_one_that_may(capsys, monkeypatch):
