@@ -53,12 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="DIR_OR_NAME", help=about)
     add("--kv-dtype", default="auto", help="KV cache dtype, as given to the engine (default: auto)")
-    add(
-        "--path",
-        action="append",
-        default=[],
-        help="candidate directory for the disk tier; may be repeated",
-    )
+    about = "candidate directory for the disk tier; may be repeated"
+    add("--path", action="append", default=[], help=about)
     for flag, key in _tier_flags():
         if key.unit == "bytes":
             add(flag, type=size, help=key.flag)
@@ -73,11 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, help="longest context the engine serves")
     add("--block-tokens", type=int, help="the engine's block size in tokens")
     _add_what_if(parser)
-    add(
-        "--no-measure",
-        action="store_true",
-        help="do not time memory, disks, Redis and bucket (up to 5 s)",
-    )
+    about = "do not time memory, disks, Redis and bucket (up to 5 s)"
+    add("--no-measure", action="store_true", help=about)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the configuration file")
     form.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -86,29 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_what_if(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ram", type=size, help="what if this much RAM were available")
-    add(
-        "--disk",
-        type=size,
-        help="what if the disk had this much free space (an NVMe when no --path is given)",
-    )
-    add(
-        "--disk-speed",
-        type=speed,
-        metavar="SPEED",
-        help="what if the disk were read at so much, for example 2GB/s",
-    )
+    about = "what if the disk had this much free space (an NVMe when no --path is given)"
+    add("--disk", type=size, help=about)
+    about = "what if the disk were read at so much, for example 2GB/s"
+    add("--disk-speed", type=speed, metavar="SPEED", help=about)
     kinds = f"'none' for CPU only, or {', '.join(GPU_KINDS)}"
-    add(
-        "--gpu",
-        metavar="KIND[:N]",
-        help=f"what if there were N such GPUs, for example H100:8; {kinds}",
+    about = f"what if there were N such GPUs, for example H100:8; {kinds}"
+    add("--gpu", metavar="KIND[:N]", help=about)
+    about = (
+        "size RAM and NVMe for these recorded requests, in any form that 'kvtier simulate' "
+        "reads: the smallest sizes within a point of the knee of the curve of hits"
     )
-    add(
-        "--trace",
-        metavar="FILE",
-        help="size RAM and NVMe for these recorded requests, in any form that 'kvtier simulate' "
-        "reads: the smallest sizes within a point of the knee of the curve of hits",
-    )
+    add("--trace", metavar="FILE", help=about)
     forms = tuple(_sizing().FORMS)
     add("--format", choices=forms, help="the form of --trace; default: told from the file")
 

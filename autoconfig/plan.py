@@ -64,10 +64,8 @@ def make_plan(facts: Facts) -> Plan:
         _show_worth(facts, load, ram_bytes, draft)
     else:
         for tier in planned():
-            draft.leave_out(
-                tier.name,
-                "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot",
-            )
+            why = "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot"
+            draft.leave_out(tier.name, why)
     _show_shared(facts, ram_bytes, load, draft)
     return draft
 
@@ -99,12 +97,8 @@ def _load(facts: Facts, draft: Plan) -> Load:
         text = "layers that see the whole context alone; the rest is sliding windows"
         draft.show("kv_bytes_per_token_global", whole, model.kv_bytes_global.source, text)
     if stores > 1:
-        draft.show(
-            "stores_on_host",
-            stores,
-            "engine",
-            "replicas x engines; RAM, disk and Redis are divided equally",
-        )
+        why = "replicas x engines; RAM, disk and Redis are divided equally"
+        draft.show("stores_on_host", stores, "engine", why)
     longest = engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT_TOKENS
     draft.prefill = _prefill(facts, ranks, draft)
     return Load(
@@ -132,12 +126,8 @@ def _prefill(facts: Facts, ranks: int, draft: Plan) -> PrefillTime:
         if kind is None:
             source += ", taken as an H100: with a faster GPU a tier pays only for longer hits"
     prefill = estimated_prefill(size, model.attention_flops.value or 0, peak)
-    draft.show(
-        "prefill_tokens_per_second",
-        round(1 / prefill.per_token),
-        source,
-        "before attention; not measured yet",
-    )
+    why = "before attention; not measured yet"
+    draft.show("prefill_tokens_per_second", round(1 / prefill.per_token), source, why)
     return prefill
 
 
@@ -207,12 +197,8 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     )
     pools = (facts.memory.pools.value or 0) if load.stores > 1 else 0
     if pools:
-        draft.show(
-            "ram_held_bytes",
-            pools,
-            facts.memory.pools.source,
-            "engines here have it already: it is shared too",
-        )
+        why = "engines here have it already: it is shared too"
+        draft.show("ram_held_bytes", pools, facts.memory.pools.source, why)
     reserve = _reserve(facts, max(0, free.value + pools), load, draft)
     share = max(
         0, min((free.value + pools - reserve) // load.stores, free.value - reserve // load.stores)
@@ -227,10 +213,8 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     share, why = _recorded_ram(facts.trace, share, load, draft)
     note += why
     if short := load.too_small(share):
-        draft.leave_out(
-            "ram",
-            f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})",
-        )
+        why = f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})"
+        draft.leave_out("ram", why)
         return 0
     copies = facts.gpus.count.value == 0
     way = "copy to the engine" if copies else "host link, assumed by GPU kind"
@@ -250,15 +234,13 @@ def _recorded_ram(trace: SizingTrace | None, most: int, load: Load, draft: Plan)
     if trace is None:
         return most, ""
     curve, kv, knee = trace.curve, load.kv_bytes, trace.knee(load.kv_bytes)
-    draft.show(
-        "trace_knee_bytes",
-        knee,
-        trace.name,
+    why = (
         f"an LRU of this size hits {trace.percent(kv, knee)}, and one of any size "
         f"{trace.percent(kv, trace.largest(kv))}: {curve.requests:,} requests ask for "
         f"{curve.asked:,} blocks of {trace.block_tokens} tokens, {curve.unique:,} of them "
-        "different" + ("; taken as what one engine serves" if load.stores > 1 else ""),
+        "different" + ("; taken as what one engine serves" if load.stores > 1 else "")
     )
+    draft.show("trace_knee_bytes", knee, trace.name, why)
     size = _at_least(trace.enough(kv, most), load)
     return _sized(trace, min(size, most), most, knee, load)
 
@@ -490,12 +472,8 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         own = known(tokens, f"{load.ranks} x {size_text(memory)} less weights")
     if own.value is None:
         return
-    draft.show(
-        "ram_useful_from_tokens",
-        own.value,
-        own.source,
-        "smaller working sets fit in the engine's own KV cache",
-    )
+    why = "smaller working sets fit in the engine's own KV cache"
+    draft.show("ram_useful_from_tokens", own.value, own.source, why)
     least = offload_from(ram_bytes, load.kv_bytes)
     draft.show(
         "nvme_useful_from_tokens", least, "ram_bytes", "smaller working sets fit in the RAM tier"

@@ -17,17 +17,11 @@ _COUNTS = ("good", "corrupt", "damaged", "stale", "free")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nvme",
-        metavar="FOLDER",
-        help="a tier's folder, or one that has some, or several; none: nvme_path",
-    )
+    about = "a tier's folder, or one that has some, or several; none: nvme_path"
+    parser.add_argument("--nvme", metavar="FOLDER", help=about)
     parser.add_argument("--config", metavar="YAML", help="configuration file that has nvme_path")
-    parser.add_argument(
-        "--repair",
-        action="store_true",
-        help="make every bad slot free; without it nothing is changed",
-    )
+    about = "make every bad slot free; without it nothing is changed"
+    parser.add_argument("--repair", action="store_true", help=about)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON list, an object a folder"
     )

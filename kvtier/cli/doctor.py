@@ -134,17 +134,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model", metavar="DIR", help="model folder or its config.json: does the RAM tier suit it?"
     )
-    add(
-        "--ranks",
-        type=int,
-        default=1,
-        help="worker ranks, for LMCache's sizes (they are per worker)",
-    )
-    add(
-        "--no-engine",
-        action="store_true",
-        help="do not look for vLLM (on a host with a server only)",
-    )
+    about = "worker ranks, for LMCache's sizes (they are per worker)"
+    add("--ranks", type=int, default=1, help=about)
+    about = "do not look for vLLM (on a host with a server only)"
+    add("--no-engine", action="store_true", help=about)
     add("--json", action="store_true", help="print the findings as JSON")
     add_key_flags(parser)
     add("command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?")
@@ -225,9 +218,5 @@ def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Findi
     try:
         yield from look()
     except Exception as error:  # noqa: BLE001 - doctor reports faults and must not fail of them
-        yield Finding(
-            check,
-            "fail",
-            f"{type(error).__name__}: {error}",
-            "kvtier did not foresee this: please report it",
-        )
+        do = "kvtier did not foresee this: please report it"
+        yield Finding(check, "fail", f"{type(error).__name__}: {error}", do)

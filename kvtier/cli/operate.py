@@ -39,16 +39,10 @@ class Surface:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--admin", metavar="URL", help="the server's admin interface; default: the key admin")
-        add(
-            "--config",
-            metavar="YAML",
-            help="configuration file that has admin and admin_token_file",
-        )
-        add(
-            "--token-file",
-            metavar="FILE",
-            help="the server's token; default: the key admin_token_file",
-        )
+        about = "configuration file that has admin and admin_token_file"
+        add("--config", metavar="YAML", help=about)
+        about = "the server's token; default: the key admin_token_file"
+        add("--token-file", metavar="FILE", help=about)
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         """The one of :func:`add_arguments`' flags, else the configuration's."""
@@ -160,18 +154,14 @@ class ClearCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         Surface.add_arguments(parser)
-        parser.add_argument(
-            "--namespace",
-            metavar="NAME",
-            help="only this tenant's chunks, and those without an owner",
-        )
+        about = "only this tenant's chunks, and those without an owner"
+        parser.add_argument("--namespace", metavar="NAME", help=about)
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
-        parser.add_argument(
-            "--folder",
-            metavar="FOLDER",
-            help="give the disk back that an NVMe tier has reserved here, or in several folders; "
-            "no server is asked",
+        about = (
+            "give the disk back that an NVMe tier has reserved here, or in several folders; "
+            "no server is asked"
         )
+        parser.add_argument("--folder", metavar="FOLDER", help=about)
         parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
 
     @staticmethod
@@ -192,12 +182,11 @@ class ClearCommand:
 class TokenCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--metrics",
-            metavar="FILE",
-            help="print the token that only reads the metrics, made of the admin token in FILE "
-            "(-: standard input)",
+        about = (
+            "print the token that only reads the metrics, made of the admin token in FILE "
+            "(-: standard input)"
         )
+        parser.add_argument("--metrics", metavar="FILE", help=about)
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:

@@ -25,12 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE"
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        help="worker ranks, for LMCache files: their sizes are per worker (default: 1)",
-    )
+    about = "worker ranks, for LMCache files: their sizes are per worker (default: 1)"
+    parser.add_argument("--ranks", type=int, default=1, help=about)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--yaml", action="store_true", help="print a file that gives this configuration"

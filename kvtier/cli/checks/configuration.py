@@ -49,12 +49,8 @@ def check_model(started: Started, model: Model) -> Finding:
     )
     if tokens >= longest:
         return Finding("model", "ok", seen)
-    return Finding(
-        "model",
-        "warn",
-        seen,
-        f"a context of {longest:,} tokens needs ram_bytes {size_text(longest * token)}",
-    )
+    do = f"a context of {longest:,} tokens needs ram_bytes {size_text(longest * token)}"
+    return Finding("model", "warn", seen, do)
 
 
 def check_secrets(started: Started) -> Iterator[Finding]:

@@ -66,24 +66,16 @@ def _connector(env: dict[str, str]) -> Finding:
             command, env, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(
-            "connector",
-            "fail",
-            f"not loaded within {_LOAD_TIMEOUT_S} s",
-            "import vllm by hand and see why",
-        )
+        seen = f"not loaded within {_LOAD_TIMEOUT_S} s"
+        return Finding("connector", "fail", seen, "import vllm by hand and see why")
     last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:] or [""]
     loaded: list[bool] = []
     with suppress(ValueError):
         loaded = json.loads(last[0]) if done.returncode == 0 else []
     if not loaded:
         seen = f"{CONNECTOR} does not load: {last[0]}"
-        return Finding(
-            "connector",
-            "fail",
-            seen,
-            "run doctor with the Python that runs vLLM; install kvtier's wheel (make wheel) there",
-        )
+        do = "run doctor with the Python that runs vLLM; install kvtier's wheel (make wheel) there"
+        return Finding("connector", "fail", seen, do)
     known, instead = loaded
     if replaces_lmcache() and not instead:
         seen = (
@@ -116,22 +108,14 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
         said = transfer(arguments, replaces_lmcache(env))
         refuse_expandable_segments(arguments, env)
     except ConfigError as error:
-        yield Finding(
-            "command",
-            "fail",
-            str(error),
-            "start the engine with kvtier launch, which looks at it first",
-        )
+        do = "start the engine with kvtier launch, which looks at it first"
+        yield Finding("command", "fail", str(error), do)
         return
     if recomputing(vllm) == vllm:
         yield Finding("command", "ok", "; ".join(said))
     else:
-        yield Finding(
-            "command",
-            "warn",
-            "; ".join(said),
-            "start it with kvtier launch, or say so beside kv_connector",
-        )
+        do = "start it with kvtier launch, or say so beside kv_connector"
+        yield Finding("command", "warn", "; ".join(said), do)
     if lacks := allocator(arguments, env, shared_memory()):
         why = "beside a connector it takes the second only with the first"
         do = f"start vLLM with {SETTINGS}: {why}"

@@ -43,42 +43,23 @@ class NoCompletionError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--base-url",
-        required=True,
-        metavar="URL",
-        help="the engine, such as http://localhost:8000; with data-parallel engines, each of them",
-    )
+    about = "the engine, such as http://localhost:8000; with data-parallel engines, each of them"
+    add("--base-url", required=True, metavar="URL", help=about)
     add("--model", metavar="NAME", help="name that it serves, or an adapter's (default: its first)")
-    add(
-        "--anchor",
-        required=True,
-        metavar="FILE",
-        help="what every prompt begins with, special tokens and line ends included: a text, or, "
-        "when it is called .json, a list of token ids",
+    about = (
+        "what every prompt begins with, special tokens and line ends included: a text, or, "
+        "when it is called .json, a list of token ids"
     )
-    add(
-        "--documents",
-        required=True,
-        metavar="FILE",
-        help='JSON lines: "a text", {"text": ...}, [token ids] or {"tokens": ...}',
-    )
-    add(
-        "--chunk-tokens",
-        type=int,
-        metavar="TOKENS",
-        help="kvtier's chunk in that engine (default: the key chunk_tokens here)",
-    )
+    add("--anchor", required=True, metavar="FILE", help=about)
+    about = 'JSON lines: "a text", {"text": ...}, [token ids] or {"tokens": ...}'
+    add("--documents", required=True, metavar="FILE", help=about)
+    about = "kvtier's chunk in that engine (default: the key chunk_tokens here)"
+    add("--chunk-tokens", type=int, metavar="TOKENS", help=about)
     add("--config", metavar="YAML", help="configuration file that has chunk_tokens")
     add("--cache-salt", metavar="SALT", help="the cache_salt that requests for them will have")
     add("--api-key-file", metavar="FILE", help="key that the engine wants, in a file of yours only")
-    add(
-        "--request-timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="for one home (default: 600)",
-    )
+    about = "for one home (default: 600)"
+    add("--request-timeout", type=float, default=600.0, metavar="S", help=about)
     add("--json", action="store_true", help="print the counts as JSON")
 
 

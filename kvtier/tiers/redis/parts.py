@@ -199,12 +199,8 @@ def plan(redis: Redis | None, draft: Draft) -> None:
             f"Redis policy {redis.policy.value} evicts at random: set noeviction, kvtier evicts"
         )
     draft.set("redis_url", redis.url, "given", redis.reachable.source)
-    draft.set(
-        "redis_bytes",
-        size,
-        redis.maxmemory.source,
-        f"0.9 of what is left; {size // draft.kv_bytes:,} tokens",
-    )
+    why = f"0.9 of what is left; {size // draft.kv_bytes:,} tokens"
+    draft.set("redis_bytes", size, redis.maxmemory.source, why)
     return None
 
 
@@ -270,12 +266,8 @@ def redis_findings(own: RedisSection, redis: Redis) -> Iterator[Finding]:
         f"{where}: maxmemory {size_text(limit) if limit else 'not set'}, maxmemory-policy {policy}"
     )
     if not limit and own.bytes_ is None:
-        yield Finding(
-            "redis",
-            "fail",
-            seen,
-            "set redis_bytes, or maxmemory in Redis: without both no size is safe",
-        )
+        do = "set redis_bytes, or maxmemory in Redis: without both no size is safe"
+        yield Finding("redis", "fail", seen, do)
     elif policy != "noeviction":
         do = (
             "CONFIG SET maxmemory-policy noeviction: kvtier evicts the end of a prompt first, "
@@ -287,11 +279,7 @@ def redis_findings(own: RedisSection, redis: Redis) -> Iterator[Finding]:
             "redis", "warn", seen, "set maxmemory: Redis may otherwise outgrow its machine"
         )
     elif (own.bytes_ or 0) > limit:
-        yield Finding(
-            "redis",
-            "warn",
-            f"{seen}; redis_bytes is more",
-            f"lower redis_bytes below {size_text(limit)}",
-        )
+        do = f"lower redis_bytes below {size_text(limit)}"
+        yield Finding("redis", "warn", f"{seen}; redis_bytes is more", do)
     else:
         yield Finding("redis", "ok", seen)
