@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ def add_run_flags(
     about = "exit with 1 when an arm answers differently"
     add("--require-same-tokens", action="store_true", help=about)
     folder = Path("build", name)
-    about = f"for {name}.json, .csv, pictures and logs (default: {folder})"
+    about = f"for {name}.json, pictures and logs (default: {folder})"
     add("--output-dir", type=Path, default=folder, help=about)
 
 
@@ -119,20 +120,25 @@ def names_in(arms: Mapping[str, Arm]) -> Callable[[str], list[Arm]]:
     return named
 
 
+def between(what: str, above: float, most: float = float("inf")) -> Callable[[str], float]:
+    """The type of a flag: more than ``above`` and at most ``most``. ``what`` it is, in words."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not above < value <= most or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return number
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
+seconds = between("a number of seconds", math.nextafter(0, -1))
 
 
 def url(text: str) -> str:

@@ -11,18 +11,20 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench import usual_pairs as pairs
+from kvtier.bench.long_doc_qa import report as long_doc_qa
+from kvtier.bench.multi_turn import report as multi_turn
 from kvtier.bench.queue import report as waits
+from kvtier.bench.report import Found, by_arm, named, number, or_dash
+from kvtier.bench.spans import report as spans
 from kvtier.config.keys import KEYS, Config
 from kvtier.connectors.vllm.naming.fields import DOES_NOT
 
 RESULTS = Path("bench/results")
-Found = Mapping[str, Any]
-"""A result file, or a part of one."""
-_GOOD_DIGITS = 3
 _WAYS = ("save", "load")
 
 
@@ -33,20 +35,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def number(value: float | None, unit: str = "") -> str:
-    if value is None:
-        return "-"
-    digits = f"{value:.{_GOOD_DIGITS}g}" if abs(value) < 10**_GOOD_DIGITS else f"{value:,.0f}"
-    return f"{digits} {unit}".strip()
-
-
 def _read(name: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return content
-
-
-def _named(found: Found) -> dict[str, Found]:
-    return {row["name"]: row for row in found["rows"]}
 
 
 def _origin(found: Found) -> str:
@@ -77,7 +68,7 @@ class Rows(NamedTuple):
         known = {
             name.partition(" (ratio")[0]: (row, found["command"])
             for found in results
-            for name, row in _named(found).items()
+            for name, row in named(found).items()
         }
         lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
         for cells in lines[2:]:
@@ -101,45 +92,15 @@ def _gpus_engines() -> str:
 # ---- tables of arms ------------------------------------------------------------------------------
 
 
-def _ran(found: Found) -> dict[str, Found]:
-    return {name: arm for name, arm in found["arms"].items() if not arm.get("cannot_run")}
-
-
-def _by_arm(
-    found: Found, heads: Sequence[str], cells: Callable[[str, Any], Sequence[str]], *more: str
-) -> str:
-    rows = [
-        ["arm", *heads],
-        *([f"`{name}`", *cells(name, arm)] for name, arm in _ran(found).items()),
-    ]
+def _of_arms(name: str, shown: Callable[[Found], list[list[str]]], *more: str) -> str:
+    """The table of a benchmark's arms, with those that cannot run."""
+    found = _read(name)
     out = [
-        f"`{name}` cannot run: {arm['cannot_run']}."
-        for name, arm in found["arms"].items()
+        f"`{one}` cannot run: {arm['cannot_run']}."
+        for one, arm in found["arms"].items()
         if arm.get("cannot_run")
     ]
-    return "\n\n".join([table(rows), *more, *out, _origin(found)])
-
-
-def _hits(arm: Found) -> str:
-    places = arm["hit_tokens"].items()
-    return " + ".join(f"{count:,} {place}" for place, count in places if count) or "none"
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def long_doc_qa() -> str:
-    found = _read("long_doc_qa")
-    base = found["arms"]["none"]["ttft_mean_s"]
-
-    def cells(_: str, arm: Any) -> list[str]:
-        same = {True: "yes", False: "no", None: "-"}[arm["same_tokens_as_none"]]
-        first, last = number(arm["ttft_mean_s"], "s"), number(arm["ttft_p99_s"], "s")
-        return [first, last, f"{base / arm['ttft_mean_s']:.1f} x", _hits(arm), same]
-
-    heads = ["TTFT mean", "p99", "against none", "hit tokens", "tokens as without"]
-    return _by_arm(found, heads, cells)
+    return "\n\n".join([table(shown(found)), *more, *out, _origin(found)])
 
 
 _ANSWERS = {
@@ -165,28 +126,24 @@ arm."""
 
 def compare() -> str:
     """The peers: what an answer takes, and what else an arm does and costs."""
-    found = _read("compare")
-    values = _named(found)
-    first, second = (
-        [
-            ["arm", *columns],
-            *(
-                [f"`{name}`", *(_compared(values, arm, name, row) for row in columns.values())]
-                for name, arm in _ran(found).items()
-            ),
-        ]
-        for columns in (_ANSWERS, _BESIDES)
-    )
-    heads, *body = first
-    told = {line[0].strip("`"): line[1:] for line in body}
-    return _by_arm(found, heads[1:], lambda name, _: told[name], table(second))
+    values = named(_read("compare"))
+
+    def shown(columns: Mapping[str, str], found: Found) -> list[list[str]]:
+        return by_arm(
+            found,
+            [*columns],
+            lambda name, arm: [_compared(values, arm, name, row) for row in columns.values()],
+        )
+
+    second = table(shown(_BESIDES, _read("compare")))
+    return _of_arms("compare", partial(shown, _ANSWERS), second)
 
 
 def _compared(values: Mapping[str, Found], arm: Found, name: str, what: str) -> str:
     """A cell. An engine that finds nothing of what another has cached is cold, whatever time its
     answer takes."""
     if what in arm:
-        return _or_dash(arm[what])
+        return or_dash(arm[what])
     row = values.get(f"{name}: {what.removesuffix(', ratio')}")
     if row is None:
         return "-"
@@ -202,89 +159,6 @@ def _compared(values: Mapping[str, Found], arm: Found, name: str, what: str) -> 
     digits = {"s": "", "ms": ".2f", "%": ".1f"}.get(row["unit"], ",.0f")
     unit = "" if row["unit"] == "tokens/s" else row["unit"]
     return f"{row['value']:{digits}} {unit}".strip() if digits else number(row["value"], unit)
-
-
-def multi_turn() -> str:
-    found = _read("multi_turn")
-    values = _named(found)
-
-    def cells(name: str, arm: Any) -> list[str]:
-        later, dead = values[f"{name}: ttft of turns >= 2"], arm["killed"]
-        share = values[f"{name}: prompt tokens of turns >= 2 not computed"]["value"]
-        times = [number(later["value"], "s"), f"{later['ratio']:.2f} x", f"{share:.0%}"]
-        after = [number(dead["moved_ttft_mean_s"], "s"), f"{dead['moved_cached_share']:.0%}"]
-        return [*times, *after, _or_dash(arm["differing_turns"])]
-
-    heads = ["TTFT, turns >= 2", f"against `{next(iter(found['arms']))}`", "not computed"]
-    heads += ["TTFT after its engine died", "not computed then", "other answers"]
-    return _by_arm(found, heads, cells)
-
-
-def ranks() -> str:
-    found = _read("ranks")
-    values = _named(found)
-
-    def cells(name: str, arm: Any) -> list[str]:
-        later, first = (values[f"{name}: ttft of turn{one}"]["value"] for one in ("s >= 2", " 1"))
-        share = values[f"{name}: prompt tokens of turns >= 2 not computed"]["value"]
-        told = [number(later, "s"), f"{share:.0%}", _hits(arm), number(first, "s")]
-        return [*told, _or_dash(arm["differing_turns"])]
-
-    heads = ["TTFT, turns >= 2", "not computed", "hit tokens", "TTFT, turn 1", "other answers"]
-    return _by_arm(found, heads, cells)
-
-
-def spans() -> str:
-    """Prompts with retrieved documents: times beside agreement."""
-    found = _read("spans")
-    values, base = _named(found), found["arms"]["none"]["ttft_p50_s"]
-
-    def cells(name: str, arm: Any) -> list[str]:
-        mean, computed = values[f"{name}: ttft mean"], values[f"{name}: prompt tokens computed"]
-        full, given = arm["as_full_prefill"], arm["as_full_prefill_in_the_given_order"]
-        median, differing = arm["ttft_p50_s"], (full or {}).get("first_differing_token_median")
-        return [
-            number(median, "s"),
-            f"{median / base:.2f} x",
-            number(mean["value"], "s"),
-            number(arm["ttft_p99_s"], "s"),
-            f"{computed['ratio']:.0%}",
-            _agreed(full, "same_first_token"),
-            _agreed(full, "same_answer"),
-            "-" if differing is None else f"{differing:g}",
-            _kl(full),
-            _agreed(given, "same_answer"),
-            number(arm.get("warm_up_s") or None, "s"),
-        ]
-
-    heads = ["TTFT median", "against none", "TTFT mean", "p99", "prompt tokens computed"]
-    heads += ["same first token", "same answer", "first differing token", "first token's KL"]
-    return _by_arm(found, [*heads, "as with the given order", "warm-up"], cells)
-
-
-def spans_toy() -> str:
-    found = _read("spans_toy")
-    arms = _ran(found)
-    kinds = list(arms["none"]["by_kind"])
-    heads = ["arm", *kinds, "as full prefill", "first token's KL", "prompt tokens computed"]
-    rows = [[*heads, "TTFT mean", "warm-up"]]
-    for name, arm in arms.items():
-        told, full = arm["by_kind"], arm["as_full_prefill"]
-        shares = [f"{told[kind]['right'] / told[kind]['asked']:.2f}" for kind in kinds]
-        cells = [f"`{name}`", *shares, _agreed(full, "same_first_token"), _kl(full)]
-        cells.append(f"{arm['computed_tokens'] / arm['prompt_tokens']:.0%}")
-        cells.append(number(arm["ttft_mean_s"], "s"))
-        rows.append([*cells, number(arm["warm_up_s"] or None, "s")])
-    return table(rows) + "\n\n" + _origin(found)
-
-
-def _kl(found: Found | None) -> str:
-    told = None if found is None else found.get("first_token_kl")
-    return "-" if told is None else f"{told:.2g}"
-
-
-def _agreed(found: Found | None, what: str) -> str:
-    return "-" if found is None else f"{found[what]} of {found['compared']}"
 
 
 # ---- other tables --------------------------------------------------------------------------------
@@ -340,7 +214,7 @@ def trust() -> str:
 
 def stuck() -> str:
     found = _read("stuck")
-    values = _named(found)
+    values = named(found)
     heads = ["TTFT, against no kvtier", "the question when it begins"]
     rows = [["fault", *heads, "answers until it is used again"]]
     for name in found["answers"]:
@@ -394,7 +268,10 @@ _PARTS = (
 )
 """Results that the table of the parts has rows of."""
 PAGES: dict[str, dict[str, Callable[[], str] | Rows]] = {
-    "README.md": {"long_doc_qa": long_doc_qa, "first_on_gpu": first_on_gpu},
+    "README.md": {
+        "long_doc_qa": partial(_of_arms, "long_doc_qa", long_doc_qa.shown),
+        "first_on_gpu": first_on_gpu,
+    },
     "deploy/CONFIGURATION.md": {"keys": keys},
     "deploy/COLD.md": {"cold": cold},
     "deploy/SIZING.md": {"usual_pairs": usual_pairs},
@@ -406,10 +283,13 @@ PAGES: dict[str, dict[str, Callable[[], str] | Rows]] = {
         "gpu": gpu,
         "engine_on_gpu": Rows(("in_parts_gpu", "in_parts_gpu_long"), _gpus_engines),
         "trust": trust,
-        "multi_turn": multi_turn,
-        "ranks": ranks,
+        "multi_turn": partial(_of_arms, "multi_turn", multi_turn.shown),
+        "ranks": partial(_of_arms, "ranks", multi_turn.shown),
     },
-    "kvtier/extensions/spans/README.md": {"spans": spans, "spans_toy": spans_toy},
+    "kvtier/extensions/spans/README.md": {
+        "spans": partial(_of_arms, "spans", spans.shown),
+        "spans_toy": partial(_of_arms, "spans_toy", spans.shown_toy),
+    },
 }
 
 

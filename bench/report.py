@@ -12,7 +12,6 @@ measures itself and not this file.
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import json
 import os
@@ -22,7 +21,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,19 +93,53 @@ def _cells(row: Row) -> list[str]:
     return [row.name, value, row.unit, low, high, limit, ratio, better]
 
 
-def write_csv(path: Path, lines: Sequence[Mapping[str, Any]]) -> Path:
-    """A file with these lines, at least one. All have the keys of the first."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-    return path
+Found = Mapping[str, Any]
+"""A results file, or a part of one."""
+_GOOD_DIGITS = 3
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """A value in a table, to three digits."""
+    if value is None:
+        return "-"
+    digits = f"{value:.{_GOOD_DIGITS}g}" if abs(value) < 10**_GOOD_DIGITS else f"{value:,.0f}"
+    return f"{digits} {unit}".strip()
+
+
+def named(found: Found) -> dict[str, Found]:
+    return {row["name"]: row for row in found["rows"]}
+
+
+def by_arm(
+    found: Found, heads: Sequence[str], cells: Callable[[str, Any], Sequence[str]]
+) -> list[list[str]]:
+    """A table with a row an arm, for the screen and for a page."""
+    ran = [one for one in found["arms"].items() if not one[1].get("cannot_run")]
+    return [["arm", *heads], *([f"`{name}`", *cells(name, arm)] for name, arm in ran)]
+
+
+def hit_cell(arm: Found) -> str:
+    """Tokens that an arm found, by tier."""
+    places = arm["hit_tokens"] or {"": None}
+    if None in places.values():
+        return "not told"
+    return " + ".join(f"{count:,} {place}" for place, count in places.items() if count) or "none"
+
+
+def or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def print_shown(rows: Sequence[Sequence[str]]) -> None:
+    """Print a page's table on a terminal."""
+    heads, *body = [[cell.replace("`", "") for cell in row] for row in rows]
+    print("\n".join(table(heads, body, numbers=range(1, len(heads)))))
 
 
 def write_results(
     path: str | Path, benchmark: str, rows: Sequence[Row], command: str | None = None, **more: Any
-) -> None:
-    """Write the results file, whole or not at all. Its folder is made.
+) -> dict[str, Any]:
+    """Write the results file, whole or not at all, and return what it has. Its folder is made.
 
     ``command`` defaults to :func:`own_command`. ``more`` are the benchmark's own top-level keys.
     """
@@ -123,15 +156,7 @@ def write_results(
     aside = target.with_name(target.name + ".part")
     aside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     aside.replace(target)
-
-
-def write_run(
-    folder: Path, name: str, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], **more: Any
-) -> list[Path]:
-    """Write the results form as ``name``.json, and ``lines``, one a request, as ``name``.csv."""
-    path = folder / f"{name}.json"
-    write_results(path, name, rows, **more)
-    return [write_csv(path.with_suffix(".csv"), lines), path]
+    return content
 
 
 def own_command() -> str:

@@ -28,7 +28,6 @@ from kvtier.bench.compare.rounds import (
     DTYPE,
     MODEL,
     first_cause,
-    locked,
     measured,
     serving,
     sizes_of,
@@ -67,8 +66,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-dir", type=Path, default=Path("build/compare"), help="for the model and logs")
     resumed = "go on with the runs of an earlier call with the same sizes"
     add("--resume", action="store_true", help=resumed)
-    shared = "a file to lock while an arm runs, for machines that others use too"
-    add("--lock", type=Path, help=shared)
 
 
 def _documents(text: str) -> int:
@@ -92,8 +89,7 @@ def compare(args: argparse.Namespace, model: Path) -> int:
                 continue
             print(f"round {number + 1} of {args.rounds}: {one.name}", file=sys.stderr, flush=True)
             try:
-                with locked(args.lock):
-                    runs.append(_run(args, one, model, last=number == args.rounds - 1))
+                runs.append(_run(args, one, model, last=number == args.rounds - 1))
             except (KVTierError, OSError) as error:
                 reasons[one.name] = first_cause(error)
                 print(f"  cannot run: {reasons[one.name]}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ each question the engine has a moment to end what it began, so that this counts 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import shutil
 import time
@@ -86,17 +85,6 @@ def sizes_of(work: Workload, model: Path) -> Sizes:
 
 def token_bytes_of(model: Path) -> int:
     return kv_token_bytes(read_config(str(model)), _DTYPE_BYTES)
-
-
-@contextmanager
-def locked(path: Path | None) -> Iterator[None]:
-    """Hold this file while an arm runs, on a machine that others use too."""
-    if path is None:
-        yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _calls(place: Path, name: str) -> Path:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from kvtier.bench.flags import Presets, flag, shape_of
 from kvtier.bench.processes.engine import Geometry, cache_args, mib, transfer
 from kvtier.bench.requests.client import Ask, Prompt, as_prompt, draw
 
-REPEAT_MODES = ("tile", "interleave", "random")
+REPEAT_MODES = ("tile", "interleave")
 _PRE_WARM_UP_PROMPTS = 2
 _PRE_WARM_UP_SHARE = 4
 
@@ -34,14 +33,6 @@ PRESETS: Presets = {
 }
 
 
-def _ratio(text: str) -> tuple[int, int]:
-    hits, _, misses = text.partition(":")
-    if not (hits.isdigit() and misses.isdigit() and int(hits)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not H:M with H at least 1, such as 3:1")
-    return int(hits), int(misses)
-
-
-_MISSES = "after H queries, M on unseen documents"
 _SEED = "for documents and order; another number gives documents never seen before"
 
 
@@ -55,10 +46,7 @@ class Workload:
     question_length: int = flag(64, "tokens of the question behind it")
     output_len: int = flag(100, "tokens of an answer")
     repeat_count: int = flag(2, "times each document is asked about in the query round")
-    repeat_mode: str = flag(
-        "tile", "order of repeats: abcabc, aabbcc or shuffled", choices=REPEAT_MODES
-    )
-    hit_miss_ratio: tuple[int, int] = flag((1, 0), _MISSES, type=_ratio, metavar="H:M", shown="1:0")
+    repeat_mode: str = flag("tile", "order of repeats: abcabc or aabbcc", choices=REPEAT_MODES)
     max_inflight_requests: int = flag(2, "requests at once")
     shuffle_seed: int = flag(0, _SEED, type=int)
 
@@ -84,42 +72,19 @@ class Workload:
         """Every document once, with a question that is not asked again. One token of answer is
         enough where only the fill counts."""
         return [
-            Ask(index, -1, self._prompt(index, ("warm-up", index)), output_len, is_miss=True)
+            Ask(index, -1, self._prompt(index, ("warm-up", index)), output_len)
             for index in range(self.num_documents)
         ]
 
     def queries(self, first: int = 0) -> list[Ask]:
         """Every document ``repeat_count`` times, each time with another question, from question
-        ``first`` on. Documents that were never seen come between them, as ``hit_miss_ratio``
-        says."""
-        asks: list[Ask] = []
-        hits, misses = self.hit_miss_ratio
-        fresh = self.num_documents
-        for count, (document, question) in enumerate(self._order(), start=1):
-            asks.append(self._ask(document, first + question))
-            if count % hits == 0:
-                asks += [self._ask(fresh + extra, 0, is_miss=True) for extra in range(misses)]
-                fresh += misses
-        return asks
-
-    def _order(self) -> list[tuple[int, int]]:
-        """Pairs of document and question. The questions of a document are asked in order."""
-        documents, times = range(self.num_documents), range(self.repeat_count)
-        if self.repeat_mode == "interleave":
-            return [(document, question) for document in documents for question in times]
-        order = [document for _ in times for document in documents]
-        if self.repeat_mode == "random":
-            random.Random(self.shuffle_seed).shuffle(order)
-        asked = dict.fromkeys(documents, -1)
-        pairs = []
-        for document in order:
-            asked[document] += 1
-            pairs.append((document, asked[document]))
-        return pairs
-
-    def _ask(self, document: int, question: int, is_miss: bool = False) -> Ask:
-        prompt = self._prompt(document, ("question", document, question))
-        return Ask(document, question, prompt, self.output_len, is_miss)
+        ``first`` on. The questions of a document are asked in order."""
+        documents, times = range(self.num_documents), range(first, first + self.repeat_count)
+        order = [(document, question) for question in times for document in documents]
+        return [
+            Ask(*asked, self._prompt(asked[0], ("question", *asked)), self.output_len)
+            for asked in (sorted(order) if self.repeat_mode == "interleave" else order)
+        ]
 
     def _prompt(self, document: int, question: object) -> Prompt:
         words = self._draw(("document", document), self.document_length)
@@ -211,10 +176,6 @@ class Sizes:
     geometry: Geometry
 
     @property
-    def documents(self) -> int:
-        return self.workload.num_documents + sum(ask.is_miss for ask in self.workload.queries())
-
-    @property
     def request_blocks(self) -> int:
         return self.geometry.blocks(self.workload.request_length)
 
@@ -228,7 +189,7 @@ class Sizes:
         if arm.keeps_all_on_gpu:
             tail = self.geometry.blocks(work.request_length - work.document_length) + 1
             asked = len(work.queries()) * tail
-            return (self.documents + inflight + 1) * self.request_blocks + asked + 1
+            return (work.num_documents + inflight + 1) * self.request_blocks + asked + 1
         return inflight * self.request_blocks + self.request_blocks // 2 + 1
 
     def gpu_gib(self, arm: Arm) -> int:
@@ -236,8 +197,8 @@ class Sizes:
 
     def names(self, nvme_path: Path, run: Path) -> dict[str, str]:
         """Names for an arm's templates. ``run``: the folder of its companion's socket."""
-        inflight = self.workload.max_inflight_requests
-        length, requests = self.workload.request_length, self.documents + inflight + 2
+        work, inflight = self.workload, self.workload.max_inflight_requests
+        length, requests = work.request_length, work.num_documents + inflight + 2
         everything = self.geometry.bytes_of(length, requests)
         return {
             "ram_all": mib(everything),

@@ -12,9 +12,17 @@ from typing import Any
 
 from kvtier.bench import figure
 from kvtier.bench.long_doc_qa.arms import ARMS, COLD, GPU_HIT, NONE
-from kvtier.bench.report import Row, mean_row, percentile, write_run
+from kvtier.bench.report import (
+    Found,
+    Row,
+    by_arm,
+    hit_cell,
+    mean_row,
+    number,
+    percentile,
+    write_results,
+)
 from kvtier.bench.requests.client import Outcome, answers, differing
-from kvtier.core.terminal import table
 
 NAME = "long_doc_qa"
 TIERS = ("gpu", "ram", "nvme", "redis")
@@ -35,18 +43,6 @@ _LEGEND = {
 }
 _SECOND_ENGINE_LIMIT = 1.15
 """TTFT of documents that another engine computed, as a multiple of this engine's own."""
-_COLUMNS = (
-    "document",
-    "question",
-    "request_start",
-    "ttft",
-    "request_end",
-    "successful",
-    "is_miss",
-    "prompt_tokens",
-    "output_tokens",
-    "cached_tokens",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +170,10 @@ def _hit_rows(one: Summary, gpu: Summary | None) -> list[Row]:
     return rows
 
 
-def write(folder: Path, rounds: Sequence[Round], **more: Any) -> list[Path]:
+def write(folder: Path, rounds: Sequence[Round], **more: Any) -> Found:
     summaries = summarise(rounds)
     arms = {summary.arm: summary.as_json() for summary in summaries}
-    lines = [
-        {"arm": arm.arm} | outcome.columns(*_COLUMNS) for arm in rounds for outcome in arm.outcomes
-    ]
-    return write_run(folder, NAME, rows_of(summaries), lines, **more, arms=arms)
+    return write_results(folder / f"{NAME}.json", NAME, rows_of(summaries), **more, arms=arms)
 
 
 def arm_line(one: Summary, summaries: Sequence[Summary]) -> str:
@@ -191,49 +184,19 @@ def arm_line(one: Summary, summaries: Sequence[Summary]) -> str:
     return f"  {one.arm}: first token after {one.ttft_mean:.2f} s{against}; hits: {_hits_text(one)}"
 
 
-def print_table(summaries: Sequence[Summary], mode: str | None = None) -> None:
-    base = base_of(summaries)
-    against = base.arm if base else NONE
-    heads = [
-        "arm",
-        "TTFT mean",
-        "p50",
-        "p99",
-        "latency",
-        "total",
-        "prompt tok/s",
-        "hit tokens",
-        f"TTFT vs {against}",
-    ]
-    numbers = [*range(1, 7), 8]
-    rows = [[one.arm, *_cells(one, base)] for one in summaries]
-    if any(one.differing is not None for one in summaries) or any(one.failed for one in summaries):
-        heads.append("answers")
-        rows = [[*row, _answers(one)] for row, one in zip(rows, summaries, strict=True)]
-    print("Long Doc QA" if against == COLD else "Long Doc QA, query round")
-    print("Less time is better. More prompt tokens a second and more hits are better.")
-    print("\n".join(table(heads, rows, numbers=numbers)))
-    if mode:
-        print(f"The engines ran by {mode}.")
+def shown(found: Found) -> list[list[str]]:
+    """The table of the arms."""
+    base = NONE if NONE in found["arms"] else COLD
+    against = found["arms"].get(base, {}).get("ttft_mean_s")
 
+    def cells(_: str, arm: Any) -> list[str]:
+        same = {True: "yes", False: "no", None: "-"}[arm["same_tokens_as_none"]]
+        first, last = number(arm["ttft_mean_s"], "s"), number(arm["ttft_p99_s"], "s")
+        times = "-" if against is None else f"{against / arm['ttft_mean_s']:.1f} x"
+        return [first, last, times, hit_cell(arm), same]
 
-def _cells(one: Summary, base: Summary | None) -> list[str]:
-    return [
-        f"{one.ttft_mean:.3f} s",
-        f"{percentile(one.ttft, 50):.3f} s",
-        f"{percentile(one.ttft, 99):.3f} s",
-        f"{one.latency_mean:.3f} s",
-        f"{one.total:.1f} s",
-        f"{one.prompt_tokens / one.total:,.0f}",
-        _hits_text(one),
-        f"{base.ttft_mean / one.ttft_mean:.1f}x faster" if base and one is not base else "",
-    ]
-
-
-def _answers(one: Summary) -> str:
-    if one.failed:
-        return f"{one.failed} failed"
-    return {None: "", True: "same"}.get(one.same_tokens_as_none, f"{one.differing} differ")
+    heads = ["TTFT mean", "p99", f"against {base}", "hit tokens", "tokens as without"]
+    return by_arm(found, heads, cells)
 
 
 def _hits_text(one: Summary) -> str:

@@ -52,7 +52,7 @@ from kvtier.bench.long_doc_qa.report import (
     Round,
     arm_line,
     draw,
-    print_table,
+    shown,
     summarise,
     verdict,
     write,
@@ -69,6 +69,7 @@ from kvtier.bench.processes.engine import (
     served_name,
 )
 from kvtier.bench.processes.servers import VllmServer
+from kvtier.bench.report import Found, print_shown
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Ask
 
@@ -115,9 +116,7 @@ def keep(args: argparse.Namespace, rounds: list[Round], ended: Round) -> None:
         print(row, flush=True)
 
 
-def _write(
-    args: argparse.Namespace, rounds: Sequence[Round], workload: Mapping[str, Any]
-) -> list[Path]:
+def _write(args: argparse.Namespace, rounds: Sequence[Round], workload: Mapping[str, Any]) -> Found:
     engines = modes_told(one.mode for one in rounds)
     return write(args.output_dir, rounds, workload=workload, engines=engines)
 
@@ -133,10 +132,13 @@ def conclude(
     started here. ``picture``: draw one, which takes seconds."""
     failed = failures("request", [outcome for arm in rounds for outcome in arm.outcomes])
     summaries = summarise(rounds)
-    files = _write(args, rounds, _shape(args, running))
+    found, files = _write(args, rounds, _shape(args, running)), [args.output_dir / f"{NAME}.json"]
     same, words = verdict(summaries)
     if summaries:
-        print_table(summaries, modes_told(one.mode for one in rounds))
+        print("Long Doc QA. Less time is better.")
+        print_shown(shown(found))
+        if found["engines"]:
+            print(f"The engines ran by {found['engines']}.")
         print(words)
     if summaries and picture:
         files.append(draw(args.output_dir, summaries, _subtitle(args, running)))
@@ -289,7 +291,6 @@ class Rounds:
 
 def _shape(args: argparse.Namespace, running: client.Client | None) -> dict[str, Any]:
     shape = shape_of(args, Workload)
-    shape["hit_miss_ratio"] = ":".join(map(str, args.hit_miss_ratio))
     if running is not None:
         server = "a running one; machine is its client's"
         return shape | {"model": served_name(running.model), "server": server}

@@ -8,29 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.bench import figure
 from kvtier.bench.multi_turn.arms import BASE, STICKY_SHARED
 from kvtier.bench.multi_turn.talk import Turn
-from kvtier.bench.report import Row, mean_row, percentile, write_run
+from kvtier.bench.report import (
+    Found,
+    Row,
+    by_arm,
+    hit_cell,
+    mean_row,
+    named,
+    number,
+    or_dash,
+    percentile,
+    write_results,
+)
 from kvtier.bench.requests.client import answers, differing
-from kvtier.core.terminal import table
 
 NAME = "multi_turn"
 TIERS = ("gpu", "ram", "nvme", "redis", "unknown")
 GOAL = 0.5
 """TTFT of later turns with sticky routing and a shared tier, at most, as a multiple of what it
 is with round-robin and no shared tier."""
-_COLUMNS = (
-    "engine",
-    "request_start",
-    "ttft",
-    "request_end",
-    "successful",
-    "tries",
-    "prompt_tokens",
-    "output_tokens",
-    "cached_tokens",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,82 +146,31 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def write(folder: Path, runs: Sequence[Run], **more: Any) -> list[Path]:
+def write(folder: Path, runs: Sequence[Run], **more: Any) -> Found:
     arms = {run.arm: as_json(run, runs[0]) for run in runs if run.good}
-    lines = [
-        {"arm": run.arm, "conversation": turn.document, "turn": turn.question}
-        | turn.columns(*_COLUMNS)
-        for run in runs
-        for turn in run.turns
-    ]
-    return write_run(folder, NAME, rows_of(runs), lines, **more, arms=arms)
+    return write_results(folder / f"{NAME}.json", NAME, rows_of(runs), **more, arms=arms)
 
 
-def draw(folder: Path, runs: Sequence[Run], subtitle: str) -> Path:
-    """Times to first token of later turns, and what was not computed of them. ``runs``: at least
-    one, each with an answer."""
-    times, shares = [], []
-    for run in runs:
-        colour = figure.GREEN if "kvtier" in run.arm else figure.GREY
-        later, share = ttft(run.later), 100 * cached_share(run.later)
-        mean = statistics.fmean(later) if later else 0.0
-        times.append(figure.Bar({colour: mean}, f"{mean:.2f} s", later))
-        shares.append(figure.Bar({colour: share}, f"{share:.0f} %"))
-    about = "Time to first token of turns >= 2 (less is better; bar: mean)"
-    cached = "Prompt tokens of them not computed (more is better)"
-    panels = [
-        figure.Panel(about, "seconds", times),
-        figure.Panel(cached, "%", shares, 115),
-    ]
-    heads = ("Multi-turn conversations on two engines behind a router", subtitle)
-    return figure.bars(folder / f"{NAME}.png", heads, [run.arm for run in runs], panels)
+def shown(found: Found) -> list[list[str]]:
+    """The table of the arms. Where an engine was killed it has what its conversations felt."""
+    values, arms = named(found), found["arms"]
+    killed = any(arm.get("killed") for arm in arms.values())
 
+    def cells(name: str, arm: Any) -> list[str]:
+        later, first = (values.get(f"{name}: ttft of turn{one}", {}) for one in ("s >= 2", " 1"))
+        told = [number(later.get("value"), "s")]
+        share = values[f"{name}: prompt tokens of turns >= 2 not computed"]["value"]
+        if killed:
+            dead, times = arm.get("killed") or {}, later.get("ratio")
+            told += ["-" if times is None else f"{times:.2f} x", f"{share:.0%}"]
+            told.append(number(dead.get("moved_ttft_mean_s"), "s"))
+            told.append(f"{dead['moved_cached_share']:.0%}" if dead else "-")
+        else:
+            told += [f"{share:.0%}", hit_cell(arm), number(first.get("value"), "s")]
+        return [*told, or_dash(arm["differing_turns"])]
 
-def print_table(runs: Sequence[Run]) -> None:
-    heads = [
-        "arm",
-        "TTFT turn 1",
-        "TTFT later",
-        "p99",
-        f"vs {runs[0].arm}",
-        "not computed",
-        "engines",
-        "answers",
-    ]
-    rows = [[run.arm, *_cells(run, runs[0])] for run in runs if run.good]
-    print("Multi-turn: time to the first token, by turn")
-    print("Less time and fewer engines are better. More tokens that are not computed are better.")
-    print("\n".join(table(heads, rows, numbers=range(1, len(heads)))))
-    for run in runs:
-        if moved := ttft(run.moved):
-            print(f"{run.arm}: {run.killed} was killed after turn {run.after}.")
-            mean = f"{statistics.fmean(moved):.3f} s on average to the first token"
-            share = f"{cached_share(run.moved):.0%} of their prompts were not computed"
-            print(f"  Its {len(moved)} conversations then waited {mean}; {share}.")
-
-
-def _cells(run: Run, base: Run) -> list[str]:
-    first, later = ttft(run.first), ttft(run.later)
-    against = ttft(base.later)
-    engines, times = engines_of(run), ""
-    if later and against and run is not base:
-        times = f"{statistics.fmean(later) / statistics.fmean(against):.2f} x"
-    return [
-        f"{statistics.fmean(first):.3f} s" if first else "",
-        f"{statistics.fmean(later):.3f} s" if later else "",
-        f"{percentile(later, 99):.3f} s" if later else "",
-        times,
-        f"{cached_share(run.later):.0%}",
-        "" if engines is None else f"{engines:.1f}",
-        _answers(run, base),
-    ]
-
-
-def _answers(run: Run, base: Run) -> str:
-    failed = len(run.turns) - len(run.good)
-    if failed:
-        return f"{failed} failed"
-    if run is base:
-        return ""
-    count = differing_turns(run, base)
-    return f"{count} differ" if count else "same"
+    heads = ["not computed", "hit tokens", "TTFT, turn 1"]
+    if killed:
+        heads = [f"against `{next(iter(arms))}`", "not computed"]
+        heads += ["TTFT after its engine died", "not computed then"]
+    return by_arm(found, ["TTFT, turns >= 2", *heads, "other answers"], cells)

@@ -41,9 +41,10 @@ from kvtier.bench.flags import (
 )
 from kvtier.bench.multi_turn.arms import ARMS, RUNNING, Arm, Conversations, Sizes
 from kvtier.bench.multi_turn.fleet import Fleet, fleet, require_router
-from kvtier.bench.multi_turn.report import NAME, Run, differing_turns, draw, print_table, write
+from kvtier.bench.multi_turn.report import NAME, Run, differing_turns, shown, write
 from kvtier.bench.multi_turn.talk import Pause, Talk
-from kvtier.bench.processes.engine import engine_facts, geometry, require_model, served_name
+from kvtier.bench.processes.engine import geometry, require_model, served_name
+from kvtier.bench.report import print_shown
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Ask, as_prompt
 from kvtier.core.errors import ConfigError
@@ -51,15 +52,12 @@ from kvtier.core.errors import ConfigError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-SESSION_BY = ("header", "cookie", "user")
 _ROUTER = "haproxy -db -f deploy/routing/haproxy.cfg"
 _KILLED = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser, NAME, "router", ARMS)
-    about = "what tells a router the conversation (default: header)"
-    parser.add_argument("--session-by", choices=SESSION_BY, default="header", help=about)
     add_shape(parser, Conversations)
     group = parser.add_argument_group("engines and router started here")
     add_engine_flags(group)
@@ -88,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """
     _check(args)
     runs: list[Run] = []
-    with measuring(args, lambda: runs and conclude(args, runs, picture=False)) as progress:
+    with measuring(args, lambda: runs and conclude(args, runs)) as progress:
         if args.base_url:
             runs.append(_running(args, progress))
         else:
@@ -98,16 +96,14 @@ def run(args: argparse.Namespace) -> int:
     return conclude(args, runs)
 
 
-def conclude(args: argparse.Namespace, runs: Sequence[Run], *, picture: bool = True) -> int:
-    """Print the table, and write the files. The exit status. ``picture``: draw one too."""
+def conclude(args: argparse.Namespace, runs: Sequence[Run]) -> int:
+    """Print the table, and write the file. The exit status."""
     failed = failures("turn", [turn for run in runs for turn in run.turns])
-    files = write(args.output_dir, runs, workload=_shape(args))
-    answered = [run for run in runs if run.good]
-    if answered:
-        print_table(runs)
-    if answered and picture:
-        files.append(draw(args.output_dir, answered, _subtitle(args)))
-    wrote(files)
+    found = write(args.output_dir, runs, workload=_shape(args))
+    if found["arms"]:
+        print("Multi-turn. Less time is better.")
+        print_shown(shown(found))
+    wrote([args.output_dir / f"{NAME}.json"])
     differ = any(differing_turns(run, runs[0]) for run in runs[1:])
     return 1 if failed or (args.require_same_tokens and differ) else 0
 
@@ -132,7 +128,7 @@ def _running(args: argparse.Namespace, progress: Progress) -> Run:
     asker, words = client.connect(args.base_url, args.model, args.request_timeout)
     work = Conversations.of(args, words)
     advance = stepping(progress, RUNNING, work.sessions * work.turns)
-    return Run(RUNNING, Talk(asker, work, args.session_by, advance).run(), None)
+    return Run(RUNNING, Talk(asker, work, True, advance).run(), None)
 
 
 def _arm(args: argparse.Namespace, arm: Arm, progress: Progress) -> Run:
@@ -154,9 +150,8 @@ def _measured(args: argparse.Namespace, arm: Arm, running: Fleet, progress: Prog
     before, pause = running.hits(), None
     if args.kill_after_turn:
         pause = Pause(args.kill_after_turn, lambda: running.kill(_KILLED))
-    session_by = args.session_by if arm.sticky else None
     advance = stepping(progress, arm.name, work.sessions * work.turns)
-    turns = Talk(asker, work, session_by, advance, pause).run()
+    turns = Talk(asker, work, arm.sticky, advance, pause).run()
     hits = client.hits_between(before, running.hits())
     killed = f"engine-{_KILLED + 1}" if pause else ""
     return Run(arm.name, turns, hits, killed, args.kill_after_turn or 0)
@@ -167,21 +162,12 @@ def _sizes(args: argparse.Namespace) -> Sizes:
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
-    shape = shape_of(args, Conversations) | {"session_by": args.session_by}
+    shape = shape_of(args, Conversations)
     if args.base_url:
         return shape | {"server": "a running one; machine is its client's"}
     own = ("kill_after_turn", "gpu_conversations", "dtype", "chunk_tokens")
     shape |= {"model": served_name(args.model), "router": args.router[0]}
     return shape | {name: getattr(args, name) for name in own}
-
-
-def _subtitle(args: argparse.Namespace) -> str:
-    lengths = f"{args.first_length:,} + {args.turn_length:,} tokens a turn"
-    asked = f"{args.sessions} conversations of {args.turns} turns, {lengths}"
-    if args.base_url:
-        return f"{asked}; a router that ran already"
-    router = f"router {args.router[0]}, by {args.session_by}"
-    return "; ".join([asked, router, f"model {served_name(args.model)}", *engine_facts()])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtier.bench.multi_turn.arms import Conversations
 from kvtier.bench.requests.client import Ask, Client, Outcome, as_prompt
@@ -37,20 +37,19 @@ class Pause:
 
 
 class Talk:
-    """All conversations of one arm. ``session_by``: what tells the router who asks, or None for
-    nothing."""
+    """All conversations of one arm. ``named``: the router is told which one asks."""
 
     def __init__(
         self,
         asker: Client,
         work: Conversations,
-        session_by: str | None,
+        named: bool,
         on_done: Callable[[], None],
         pause: Pause | None = None,
     ) -> None:
         self._asker = asker
         self._work = work
-        self._by = session_by
+        self._named = named
         self._on_done = on_done
         self._pause = pause
 
@@ -68,15 +67,15 @@ class Talk:
 
         said: list[int | str] = []
         turns: list[Turn] = []
-        name = f"conversation-{session}"
-        user = name if self._by == "user" else ""
+        headers = {SESSION_HEADER: f"conversation-{session}"} if self._named else {}
+        limits = aiohttp.ClientTimeout(total=self._asker.timeout_s)
         async with aiohttp.ClientSession(
-            **self._connection(name), read_bufsize=2**20
+            timeout=limits, headers=headers, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=2**20
         ) as connection:
             for number in range(1, self._work.turns + 1):
                 await asyncio.sleep(self._work.thinks(session, number))
                 said += self._work.says(session, number)
-                ask = Ask(session, number, as_prompt(said), self._work.output_len, user=user)
+                ask = Ask(session, number, as_prompt(said), self._work.output_len)
                 turn = await self._ask(connection, ask, begun)
                 said += [turn.text] if isinstance(said[0], str) else turn.tokens
                 turns.append(turn)
@@ -87,21 +86,10 @@ class Talk:
                     await together.wait()
         return turns
 
-    def _connection(self, name: str) -> Mapping[str, Any]:
-        import aiohttp
-
-        jar = aiohttp.CookieJar(unsafe=True) if self._by == "cookie" else aiohttp.DummyCookieJar()
-        headers = {SESSION_HEADER: name} if self._by == "header" else {}
-        return {
-            "timeout": aiohttp.ClientTimeout(total=self._asker.timeout_s),
-            "cookie_jar": jar,
-            "headers": headers,
-        }
-
     async def _ask(self, connection: aiohttp.ClientSession, ask: Ask, begun: float) -> Turn:
         start = time.perf_counter() - begun
         for number in range(1, _TRIES + 1):
-            turn = Turn(ask.document, ask.question, ask.is_miss, start, tries=number)
+            turn = Turn(ask.document, ask.question, start, tries=number)
             await self._asker.ask(connection, ask, turn, begun)
             if turn.successful:
                 break

@@ -18,13 +18,14 @@ the same times.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from kvtier.bench.command import run_command, wrote
-from kvtier.bench.flags import positive
+from kvtier.bench.flags import between, positive
 from kvtier.bench.queue.report import NAME, Felt, first_come, print_table, rows_of
 from kvtier.bench.queue.traffic import KINDS, traffic
 from kvtier.bench.report import write_results
@@ -41,6 +42,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import progress
 
 _LOAD = 0.8
+_LOAD_OF = between("between 0 and 1: at 1 a queue grows for ever", 0, math.nextafter(1, 0))
 REST = 0.5
 """Chunks of each prompt that no cache holds: its last one is not full, half of one in the mean."""
 
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engines", type=positive, default=4, metavar="N", help="behind one queue (default: 4)")
     about = "part of the time that engines would be busy under the first policy, if each request "
     about += f"were served at once (default: {_LOAD})"
-    add("--load", type=_load, help=about)
+    add("--load", type=_LOAD_OF, help=about)
     add_model_flags(parser)
     about = "file of the results (default: build/queue/queue.json)"
     add("--output", type=Path, default=Path("build", NAME, f"{NAME}.json"), help=about)
@@ -66,11 +68,16 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FILE", help=about)
     add("--format", choices=tuple(FORMS), help="the form of --trace; default: told from the file")
     about = "of generated agents, chats and questions about documents (default: 1)"
-    add("--hours", type=_hours, default=1.0, help=about)
+    add(
+        "--hours",
+        type=between("hours, more than 0 and at most 1,000", 0, 1000),
+        default=1.0,
+        help=about,
+    )
     about = "what is generated (default: mixed, all of them)"
     add("--kind", choices=tuple(KINDS), default="mixed", help=about)
     about = "of that traffic, with as many kinds of agents and documents (default: 1)"
-    add("--part", type=_part, default=1.0, help=about)
+    add("--part", type=between("more than 0 and at most 1", 0, 1), default=1.0, help=about)
     add("--seed", type=int, default=0, help="of what is generated (default: 0)")
     about = "chunks in RAM, or a percentage of all chunks of the trace (default: 5%%)"
     add("--ram", default="5%", metavar="SIZE", help=about)
@@ -203,27 +210,6 @@ def _shown(trace: Trace, args: argparse.Namespace) -> str:
         f"{name_of(args)}: {len(trace.requests):,} requests, {asked:,} chunks of "
         f"{trace.block_tokens} tokens, {unique(trace.requests):,} of them different"
     )
-
-
-def _hours(given: str) -> float:
-    hours = float(given)
-    if not 0 < hours <= 1000:
-        raise argparse.ArgumentTypeError("must be hours, more than 0 and at most 1,000")
-    return hours
-
-
-def _part(given: str) -> float:
-    part = float(given)
-    if not 0 < part <= 1:
-        raise argparse.ArgumentTypeError("must be more than 0 and at most 1")
-    return part
-
-
-def _load(given: str) -> float:
-    load = float(given)
-    if not 0 < load < 1:
-        raise argparse.ArgumentTypeError("must lie between 0 and 1: at 1 a queue grows for ever")
-    return load
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,8 +27,7 @@ Prompt = Sequence[int | str] | str
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. ``document`` is the index of the document, and ``question`` the index of the
-    question about it. ``is_miss``: the round before did not see this document. ``user``: OpenAI's
-    ``user`` of the request. ``params``: its ``kv_transfer_params``. ``salt``: its ``cache_salt``.
+    question about it. ``params``: its ``kv_transfer_params``. ``salt``: its ``cache_salt``.
     Empty ones are not sent. ``logprobs``: of so many likeliest tokens, which vLLM is asked for.
     ``may_end``: the answer may be shorter than ``output_len``."""
 
@@ -36,8 +35,6 @@ class Ask:
     question: int
     prompt: Prompt
     output_len: int
-    is_miss: bool = False
-    user: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     salt: str = ""
     logprobs: int = 0
@@ -90,7 +87,6 @@ class Outcome:
 
     document: int
     question: int
-    is_miss: bool
     request_start: float
     ttft: float | None = None
     request_end: float = 0.0
@@ -111,9 +107,6 @@ class Outcome:
     @property
     def answer(self) -> tuple[int, ...] | str:
         return tuple(self.tokens) or self.text
-
-    def columns(self, *names: str) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +136,7 @@ class Client:
 
         async def one(ask: Ask) -> Outcome:
             async with free:
-                outcome = Outcome(
-                    ask.document, ask.question, ask.is_miss, time.perf_counter() - begun
-                )
+                outcome = Outcome(ask.document, ask.question, time.perf_counter() - begun)
                 await self.ask(session, ask, outcome, begun)
                 on_done()
                 return outcome
@@ -204,8 +195,7 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        named: dict[str, Any] = {"user": ask.user} if ask.user else {}
-        named |= {"kv_transfer_params": dict(ask.params)} if ask.params else {}
+        named: dict[str, Any] = {"kv_transfer_params": dict(ask.params)} if ask.params else {}
         named |= {"cache_salt": ask.salt} if ask.salt else {}
         if ask.logprobs:
             named |= {"logprobs": ask.logprobs, "return_tokens_as_token_ids": True}

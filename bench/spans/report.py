@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.long_doc_qa.report import TIERS
-from kvtier.bench.report import Row, median_row, percentile, write_run
+from kvtier.bench.report import (
+    Found,
+    Row,
+    by_arm,
+    median_row,
+    named,
+    number,
+    percentile,
+    write_results,
+)
 from kvtier.bench.requests.client import Outcome
 from kvtier.bench.spans.arms import ARMS, FULL, Arm
 from kvtier.bench.spans.toy import Known
-from kvtier.core.terminal import table
 from kvtier.spans import Order
 
 Answers = Mapping[tuple[int, int], Outcome]
@@ -85,7 +93,6 @@ def _differs(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 NAME = "spans"
-_COLUMNS = ("ttft", "latency", "prompt_tokens", "cached_tokens", "successful")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,60 +242,66 @@ def as_json(results: Results, run: Run) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, results: Results, **more: Any) -> list[Path]:
+def write(folder: Path, results: Results, **more: Any) -> Found:
     arms = {run.arm.name: as_json(results, run) for run in results.runs if run.means}
     arms |= {
         arm.name: {"cannot_run": arm.cannot_run, "about": arm.about}
         for arm in ARMS.values()
-        if arm.cannot_run
+        if arm.cannot_run and not results.known
     }
-    lines = [
-        {"arm": run.arm.name, "round": outcome.question, "request": outcome.document}
-        | outcome.columns(*_COLUMNS)
-        for run in results.runs
-        for one in run.rounds
-        for outcome in one
-    ]
-    return write_run(folder, NAME, rows_of(results), lines, **more, arms=arms)
+    return write_results(folder / f"{NAME}.json", NAME, rows_of(results), **more, arms=arms)
 
 
-def screen(results: Results) -> list[str]:
-    heads = ["arm", "TTFT mean", "p99", "against none", "computed", "same first", "same answer"]
-    heads += ["first differing", "KL, first", "as given order", "warm-up"]
-    ran = [run for run in results.runs if run.means]
-    rows = [_cells(results, run) for run in ran]
-    lines = table(heads, rows, numbers=range(1, len(heads)))
-    if results.known:
-        lines += ["", *_kinds(results, ran)]
-    lines += ["KL: mean, at least; of the first token, from what full prefill says of it"]
-    lines += [f"{arm.name}: {arm.cannot_run}" for arm in ARMS.values() if arm.cannot_run]
-    return lines
+def shown(found: Found) -> list[list[str]]:
+    """The table of the arms: times beside agreement."""
+    values, base = named(found), found["arms"].get(FULL)
+
+    def cells(name: str, arm: Any) -> list[str]:
+        mean, computed = values[f"{name}: ttft mean"], values[f"{name}: prompt tokens computed"]
+        full, given = arm["as_full_prefill"], arm["as_full_prefill_in_the_given_order"]
+        median, differing = arm["ttft_p50_s"], (full or {}).get("first_differing_token_median")
+        return [
+            number(median, "s"),
+            f"{median / base['ttft_p50_s']:.2f} x" if base else "-",
+            number(mean["value"], "s"),
+            number(arm["ttft_p99_s"], "s"),
+            "not told" if computed["ratio"] is None else f"{computed['ratio']:.0%}",
+            _agreed(full, "same_first_token"),
+            _agreed(full, "same_answer"),
+            "-" if differing is None else f"{differing:g}",
+            _kl(full),
+            _agreed(given, "same_answer"),
+            number(arm.get("warm_up_s") or None, "s"),
+        ]
+
+    heads = ["TTFT median", "against none", "TTFT mean", "p99", "prompt tokens computed"]
+    heads += ["same first token", "same answer", "first differing token", "first token's KL"]
+    return by_arm(found, [*heads, "as with the given order", "warm-up"], cells)
 
 
-def _cells(results: Results, run: Run) -> list[str]:
-    full, given = results.with_full(run), results.with_given(run)
-    against, computed = results.against(run), run.computed_tokens
-    differing = full.as_json()["first_differing_token_median"] if full else None
-    return [
-        run.arm.name,
-        f"{statistics.median(run.means):.3f} s",
-        f"{percentile(run.ttft, 99):.3f} s",
-        "" if against is None else f"{against:.2f} x",
-        "not told" if computed is None else f"{computed / run.prompt_tokens:.0%}",
-        f"{full.same_first} of {full.compared}" if full else "",
-        f"{full.same} of {full.compared}" if full else "",
-        "" if differing is None else f"{differing:g}",
-        "" if full is None or full.kl is None else f"{full.kl:.2g}",
-        f"{given.same} of {given.compared}" if given else "",
-        f"{run.warm_up_s:.1f} s" if run.homes else "",
-    ]
+def shown_toy(found: Found) -> list[list[str]]:
+    """The table of the toy's arms, whose right answers are known, by the kind of question."""
+    kinds = list(found["arms"][FULL]["by_kind"])
+
+    def cells(_: str, arm: Any) -> list[str]:
+        told, full = arm["by_kind"], arm["as_full_prefill"]
+        return [
+            *(f"{told[kind]['right'] / told[kind]['asked']:.2f}" for kind in kinds),
+            _agreed(full, "same_first_token"),
+            _kl(full),
+            f"{arm['computed_tokens'] / arm['prompt_tokens']:.0%}",
+            number(arm["ttft_mean_s"], "s"),
+            number(arm["warm_up_s"] or None, "s"),
+        ]
+
+    heads = [*kinds, "as full prefill", "first token's KL", "prompt tokens computed"]
+    return by_arm(found, [*heads, "TTFT mean", "warm-up"], cells)
 
 
-def _kinds(results: Results, runs: Sequence[Run]) -> list[str]:
-    found = {run.arm.name: results.by_kind(run) for run in runs}
-    kinds = list(next(iter(found.values()))) if found else []
-    rows = [
-        [name, *(f"{told[kind]['right']} of {told[kind]['asked']}" for kind in kinds)]
-        for name, told in found.items()
-    ]
-    return table(["right answers", *kinds], rows, numbers=range(1, len(kinds) + 1))
+def _kl(found: Found | None) -> str:
+    told = None if found is None else found.get("first_token_kl")
+    return "-" if told is None else f"{told:.2g}"
+
+
+def _agreed(found: Found | None, what: str) -> str:
+    return "-" if found is None else f"{found[what]} of {found['compared']}"

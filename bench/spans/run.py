@@ -34,9 +34,11 @@ from kvtier.bench.command import (
 from kvtier.bench.flags import add_engine_flags, add_run_flags, add_shape, shape_of
 from kvtier.bench.processes.engine import cpu_env, engine, geometry, served_name
 from kvtier.bench.processes.servers import VllmServer
+from kvtier.bench.report import print_shown
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Client, Outcome
 from kvtier.bench.spans.arms import (
+    ARMS,
     DEFAULT,
     FULL,
     ONE_SERVER,
@@ -48,7 +50,7 @@ from kvtier.bench.spans.arms import (
     server_env,
 )
 from kvtier.bench.spans.one_server import ask_running, ask_toy
-from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, screen, write
+from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, shown, shown_toy, write
 from kvtier.core.errors import ConfigError
 from kvtier.spans import Order
 
@@ -97,9 +99,15 @@ def run(args: argparse.Namespace) -> int:
 def conclude(args: argparse.Namespace, results: Results, shape: dict[str, Any]) -> int:
     """Print the table and write the files. Returns the exit status."""
     failed = failures("request", [outcome for run in results.runs for outcome in run.failed])
-    files = write(args.output_dir, results, workload=shape)
-    print("\n".join(screen(results)))
-    wrote(files)
+    found = write(args.output_dir, results, workload=shape)
+    if results.known and results.base:
+        print_shown(shown_toy(found))
+    print_shown(shown(found))
+    print("KL: mean, at least; of the first token, from what full prefill says of it")
+    for arm in ARMS.values():
+        if arm.cannot_run:
+            print(f"{arm.name}: {arm.cannot_run}")
+    wrote([args.output_dir / f"{NAME}.json"])
     return 1 if failed or (args.require_same_tokens and not results.exact) else 0
 
 

@@ -51,7 +51,7 @@ def test_arms_answer_as_none_and_hit_where_they_should(tmp_path):
     assert told["engines"] == "Model Runner V1, synchronous scheduling", "as vLLM has it on CPUs"
     arms: dict[str, dict[str, Any]] = told["arms"]
     assert all(arm["prompt_tokens"] == ASKED + DOCUMENTS * 2 * 32 for arm in arms.values())
-    assert {path.suffix for path in folder.glob("long_doc_qa.*")} == {".json", ".csv", ".png"}
+    assert {path.suffix for path in folder.glob("long_doc_qa.*")} == {".json", ".png"}
     assert not list(folder.glob("servers/*/nvme")), "the arms' NVMe folders are gone"
     assert alive(folder) == []
     assert not any(arms["none"]["hit_tokens"].values()), "else nothing is measured"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvtier.bench.flags import between
 from kvtier.bench.traces.formats import read
 from kvtier.bench.traces.replay import Replay
 from kvtier.bench.traces.simulate import unhinted
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--speed",
-        type=_speed,
+        type=between("above 0", 0),
         help="times as fast as recorded; default: the next one when all is written that one left",
     )
     add(
@@ -157,13 +158,6 @@ def _screen(found: ReplayResult) -> Iterator[str]:
     yield f"wrong bytes: {found.wrong_bytes}"
     if found.unanswered:
         yield f"{found.unanswered} questions were not answered: look at the server's log"
-
-
-def _speed(given: str) -> float:
-    speed = float(given)
-    if not 0 < speed < float("inf"):
-        raise argparse.ArgumentTypeError("must be above 0")
-    return speed
 
 
 def _at_once(given: str) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
-from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import msgspec
 
 from kvtier.autoconfig.probe.model import probe_model
 from kvtier.bench import figure
+from kvtier.bench.flags import between
 from kvtier.bench.traces.formats import FORMS, Trace, read
 from kvtier.bench.traces.mooncake import Request
 from kvtier.bench.traces.simulate import (
@@ -77,6 +78,7 @@ class HitPlot:
         figure.save(self._figure, [self._axes], self._path)
 
 
+_PART = between("between 0 and 1", math.nextafter(0, -1), 1)
 _OPTIMUM, _AUTO = "belady", "auto"
 _TITLES = {"nvme": "NVMe", "redis": "Redis"}
 _BAR = 30
@@ -121,10 +123,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="which sessions say that they are over; oracle: each at its end",
     )
-    add("--cover", type=_part, default=1.0, help="oracle: the part of the sessions that say so")
+    add("--cover", type=_PART, default=1.0, help="oracle: the part of the sessions that say so")
     add(
         "--wrong",
-        type=_part,
+        type=_PART,
         default=0.0,
         help="oracle: the part of the earlier requests that say so wrongly",
     )
@@ -150,7 +152,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "tokens a second that the engine computes at a prompt's beginning (kvtier plan has an "
         "estimate): saved compute in seconds, too"
     )
-    parser.add_argument("--prefill", type=_speed, metavar="TOKENS/S", help=about)
+    parser.add_argument(
+        "--prefill", type=between("tokens a second, more than 0", 0), metavar="TOKENS/S", help=about
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -317,7 +321,7 @@ def _answers(trace: Sequence[Request]) -> Iterator[str]:
 
 
 def _counted_for(saves: SavedCompute) -> Iterator[str]:
-    if saves.chunk_tokens and isfinite(saves.s0):
+    if saves.chunk_tokens and math.isfinite(saves.s0):
         yield (
             f"saved compute: a token at position {saves.s0:,.0f} takes twice as much as a prompt's "
             f"first one ({saves.source})"
@@ -391,17 +395,3 @@ def chunks_of(given: str, every: int, chunk_bytes: int | None = None) -> int:
             "with --model bytes such as 64GiB"
         )
     return int(size)
-
-
-def _speed(given: str) -> float:
-    speed = float(given)
-    if not 0 < speed < float("inf"):
-        raise argparse.ArgumentTypeError("must be tokens a second, more than 0")
-    return speed
-
-
-def _part(given: str) -> float:
-    part = float(given)
-    if not 0 <= part <= 1:
-        raise argparse.ArgumentTypeError("must lie between 0 and 1")
-    return part

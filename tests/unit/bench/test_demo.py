@@ -161,7 +161,7 @@ def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(tmp_path, numbe
             os.killpg(process.pid, number)
         status, rest = ended(process)
     assert status == (-number if number == signal.SIGINT else 128 + number), said + rest
-    assert "TTFT vs cold" in rest and "kvtier-ram" in rest
+    assert "against cold" in rest and "kvtier-ram" in rest
     assert "It was stopped. Not measured: kvtier-nvme-restart, none" in rest
     assert arms(tmp_path) == {"cold", "kvtier-ram"}
     assert alive(tmp_path) == []

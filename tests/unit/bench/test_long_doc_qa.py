@@ -2,10 +2,9 @@
 server refusal."""
 
 import argparse
-import csv
 import json
+import re
 import struct
-from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -44,14 +43,11 @@ def test_a_query_shares_its_document_and_nothing_more_with_the_warm_up():
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("tile", [0, 1, 2, 0, 1, 2]), ("interleave", [0, 0, 1, 1, 2, 2]), ("random", None)],
+    ("mode", "expected"), [("tile", [0, 1, 2, 0, 1, 2]), ("interleave", [0, 0, 1, 1, 2, 2])]
 )
 def test_repeat_modes_order_the_documents(mode, expected):
     asks = work(repeat_count=2, repeat_mode=mode).queries()
-    order = [ask.document for ask in asks]
-    assert expected is None or order == expected
-    assert Counter(order) == {0: 2, 1: 2, 2: 2}
+    assert [ask.document for ask in asks] == expected
     assert len({(ask.document, ask.question) for ask in asks}) == 6
     assert len({tuple(ask.prompt) for ask in asks}) == 6
 
@@ -75,7 +71,7 @@ def test_hits_are_read_by_tier_and_summed_over_engines():
 
 def outcome(document, ttft, tokens, start=0.0):
     end, count = start + 2 * ttft, len(tokens)
-    return Outcome(document, 0, False, start, ttft, end, True, 72, count, 64, tokens=tokens)
+    return Outcome(document, 0, start, ttft, end, True, 72, count, 64, tokens=tokens)
 
 
 def two_rounds(second_tokens):
@@ -106,6 +102,7 @@ def test_results_have_the_one_form_and_the_arms(tmp_path, capsys):
     assert long_doc_qa.conclude(args, [none, replace(ram, mode=mode)]) == 0
     shown, text = capsys.readouterr().out, (tmp_path / "long_doc_qa.json").read_text()
     assert "same greedy tokens as none: kvtier-ram" in shown
+    assert re.search(r"kvtier-ram +0.2 s +\S+ s +10.0 x +128 ram +yes", shown)
     assert f"The engines ran by {mode}." in shown
     form = json.loads(text)
     assert form["engines"] == mode and form["machine"]["cores"] and form["command"]
@@ -116,10 +113,6 @@ def test_results_have_the_one_form_and_the_arms(tmp_path, capsys):
     assert (told["prompt_tokens"], told["same_tokens_as_none"]) == (144, True)
     assert form["arms"][NONE]["latency_mean_s"] == 4.0
     assert str(tmp_path) not in text, "results are committed: no paths"
-    lines = list(csv.DictReader((tmp_path / "long_doc_qa.csv").read_text().splitlines()))
-    assert {"request_start", "ttft", "request_end", "successful", "is_miss"} <= set(lines[0])
-    order = [(NONE, "0"), (NONE, "1"), ("kvtier-ram", "0"), ("kvtier-ram", "1")]
-    assert [(line["arm"], line["document"]) for line in lines] == order
     width = struct.unpack(">I", (tmp_path / "long_doc_qa.png").read_bytes()[16:20])[0]
     assert width == 1200
 
@@ -133,7 +126,7 @@ def test_different_answers_and_failed_requests_fail_the_run(tmp_path):
     assert long_doc_qa.conclude(arguments(*given), rounds) == 1
 
 
-@pytest.mark.parametrize("given", ["--arms=none,nope", "--hit-miss-ratio=0:1", "--num-documents=0"])
+@pytest.mark.parametrize("given", ["--arms=none,nope", "--settle-seconds=-1", "--num-documents=0"])
 def test_wrong_flags_are_refused(given):
     with pytest.raises(SystemExit):
         arguments(given)
@@ -202,7 +195,7 @@ def test_a_measured_round_of_a_running_server_ends_in_files(plain_server, tmp_pa
     assert ratios["cold: ttft mean"] == 1.0 and ratios["server: ttft mean"] > 0
     assert form["workload"]["model"] == "m" and "running" in form["workload"]["server"]
     shown = capsys.readouterr().out
-    assert "TTFT vs cold" in shown and "x faster" in shown
+    assert "against cold" in shown and "1.0 x" in shown
 
 
 @pytest.mark.parametrize(
