@@ -55,8 +55,9 @@ class Server(BaseHTTPRequestHandler):
 ThreadingHTTPServer((given.host, int(given.port)), Server).serve_forever()
 """
 BENCH = """
-import json, sys
+import json, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in a shell's background ignore it
 from kvtier.bench import demo
 from kvtier.bench.long_doc_qa import run
 from kvtier.bench.processes import servers
