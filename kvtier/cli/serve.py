@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = load(arguments.config, flags=given_keys(arguments))
+    flags = given_keys(arguments)
+    config = load(arguments.config, flags=flags)
     logging.basicConfig(
         level=config.engine.log_level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -89,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
             "made then"
         )
     away = started.try_server_start()
-    observers, recording = recorded(config.engine.record)
     extensions = server_extensions(config)
+    observers, recording = recorded(config.engine.record)
     indexes = (each for each in extensions if isinstance(each, EngineIndex))
     engines = next(indexes, EngineIndex())
     surface = admin_surface(config, engines)  # before listening: who can attach can ask, too

@@ -52,15 +52,24 @@ def load(
     surroundings = environment() if env is None else env
     found: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    remarks = list(lmi.misspelt(surroundings))
+    remarks, of_file = list(lmi.misspelt(surroundings)), list[Remark]()
     above = [*_from_environment(surroundings), *_from_flags(flags or {}, surroundings, remarks)]
-    beside = _auto_beside_a_file(above, file, surroundings, remarks)
-    for key, given, source in [*_from_file(file, surroundings, ranks, remarks), *above]:
+    ours = os.fspath(file or surroundings.get("KVTIER_CONFIG_FILE", ""))
+    auto = _asks_for_auto(above)
+    beside = [] if not auto or os.path.isfile(ours) else lmi.beside_auto(auto, ours, surroundings)
+    if ours:
+        below = list(_from_file(ours, surroundings, of_file))
+        # A file of ours without sizes leaves them to auto-config.
+        if auto and any(given.key in _SIZES and given.value is not None for given in below):
+            lmi.beside_auto(auto, ours, surroundings)
+    else:
+        below = list(_from_lmcache(surroundings, ranks, of_file))
+    for key, given, source in [*below, *above]:
         if given is not None and not (
             beside and source.startswith(_SIZED_BY_HAND) and key in _SIZES
         ):
             found[key], sources[key] = _parse(key, given, source), source
-    return Config(remarks=tuple(remarks)).with_keys(sources, **found)
+    return Config(remarks=(*remarks, *beside, *of_file)).with_keys(sources, **found)
 
 
 def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,29 +121,11 @@ _SIZES = ("ram_bytes", "nvme_bytes")
 _SIZED_BY_HAND = "LMCache file "
 
 
-def _auto_beside_a_file(
-    above: Sequence[_Given],
-    file: str | os.PathLike[str] | None,
-    env: Mapping[str, str],
-    remarks: list[Remark],
-) -> bool:
-    """Whether auto-config's sizes replace an LMCache file's. Raises ConfigError where the two may
-    not meet. ``auto: true`` in a file of ours is that file's own wish, and a file of ours without
-    sizes leaves them to auto-config."""
+def _asks_for_auto(above: Sequence[_Given]) -> str:
+    """The environment or flag that asks for auto-config, or "". ``auto: true`` in a file of ours is
+    that file's own wish."""
     asked = [given for given in above if given.key == "auto" and given.value is not None]
-    if not asked or not _parse(*asked[-1]):
-        return False
-    ours = file or env.get("KVTIER_CONFIG_FILE")
-    if ours and os.path.isfile(ours) and not _sets_sizes(ours):
-        return False
-    warnings = lmi.beside_auto(asked[-1].source, ours, env)
-    remarks += warnings
-    return bool(warnings)
-
-
-def _sets_sizes(ours: str | os.PathLike[str]) -> bool:
-    found = _in_sections(_yaml(ours), f"file {os.fspath(ours)}", [])
-    return any(given.key in _SIZES and given.value is not None for given in found)
+    return asked[-1].source if asked and _parse(*asked[-1]) else ""
 
 
 class _Given(NamedTuple):
@@ -150,26 +141,18 @@ def _lmcache_files(env: Mapping[str, str]) -> list[lmi.Option]:
     return [*found, option] if option else found
 
 
-def _from_file(
-    file: str | os.PathLike[str] | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
-) -> Iterator[_Given]:
-    named = _lmcache_files(env)
-    ours = file or env.get("KVTIER_CONFIG_FILE")
-    if ours:
-        for other in named:
-            text = (
-                f"{other.source}={other.value} is not read: {os.fspath(ours)} is kvtier's own "
-                "file and comes first"
-            )
-            remarks.append(Remark(logging.INFO, text))
-        yield from _in_sections(_yaml(ours), f"file {os.fspath(ours)}", remarks)
-    elif named or replaces_lmcache(env):
-        yield from _from_lmcache(named[0].value if named else None, env, ranks, remarks)
+def _from_file(ours: str, env: Mapping[str, str], remarks: list[Remark]) -> Iterator[_Given]:
+    for other in _lmcache_files(env):
+        first = f"{ours} is kvtier's own file and comes first"
+        text = f"{other.source}={other.value} is not read: {first}"
+        remarks.append(Remark(logging.INFO, text))
+    yield from _in_sections(_yaml(ours), f"file {ours}", remarks)
 
 
-def _from_lmcache(
-    path: str | None, env: Mapping[str, str], ranks: int, remarks: list[Remark]
-) -> Iterator[_Given]:
+def _from_lmcache(env: Mapping[str, str], ranks: int, remarks: list[Remark]) -> Iterator[_Given]:
+    path = next((named.value for named in _lmcache_files(env)), None)
+    if path is None and not replaces_lmcache(env):
+        return
     raw = _yaml(path) if path else {}
     overrides = lmcache.from_environment(env, every=replaces_lmcache(env))
     notes = lmcache.translate({**raw, **overrides}, ranks)
@@ -185,7 +168,7 @@ def _from_lmcache(
             yield _Given(note.ours, note.value, source)
 
 
-def _yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _yaml(path: str) -> dict[str, Any]:
     from kvtier.config.yaml_file import read_yaml  # 15 ms that only a start with a file pays
 
     return read_yaml(path)
