@@ -8,12 +8,8 @@ from which loading wins.
 *A whole service*: a tier below is only ever asked for what the tier above could not keep. Documents
 that come round in turn under LRU hit nothing as soon as they are larger than the cache, so
 offloading begins to matter at :func:`offload_from`: the working set that fills the engine's own KV
-memory (then RAM), and disk at the one that fills RAM. This is the model behind LMI's published
-table for the p4de.24xlarge (8 A100 of 80 GB, 1152 GiB): with its test layouts (TP 1, 1, 4) it gives
-2.5M, 399K and 474K tokens for RAM, published as the next lower step of 250K * 2^k: 2M, 250K, 250K
-(its text says 2.5M and "around 500K"), and 33.9M, 6.6M and 2.8M for disk, published as 25M, 6M and
-2.5M. Its 7-10B row fits a model with 144 KiB a token (Qwen3-8B), not Qwen2.5-7B with 56 (1.0M,
-16.9M).
+memory (then RAM), and disk at the one that fills RAM. A test compares that with LMI's published
+table for the p4de.24xlarge.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ Rules:
   out *with the reason*.
 - What is unknown is assumed on the safe side, and the assumption is shown.
 - Of a trace, each tier gets the smallest size within a point of the knee of the curve of hits.
-  Without one it is unknown how much is needed, so a tier gets half of what is free at most: a cache
-  leaves a machine usable for others.
+  Without one a tier gets half of what is free at most: a cache leaves a machine usable for others.
 - Sizes are for one store: all tensor and pipeline ranks that one engine replica has on this host
   together. Replicas and engines on the same host get equal shares.
 """

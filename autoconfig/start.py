@@ -1,8 +1,7 @@
 """Auto-config at the start of an engine or a server (key ``engine.auto``), and its measurements.
 
-They take :data:`MEASURE_S` at most: memory copy, O_DIRECT on each path, and what each tier on the
-network measures of itself. Memory and disks are measured with one thread. A disk with many queues
-may do better than measured, so the plan errs on the slow side.
+They take :data:`MEASURE_S` at most. Memory and disks are measured with one thread. A disk with many
+queues may do better than measured, so the plan errs on the slow side.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A configuration on this host: what ``kvtier serve``, ``launch``, ``doctor`` and an engine share,
 and what they try before they say that all is well.
 
-A fault that waiting does not repair is a ConfigError: given, expected, what to do. A store or
-server that cannot be reached now is reported as trouble, in words. RAM serves meanwhile, and the
-tier comes back by itself. Nothing of :class:`Started` depends on the size of chunks.
+A fault that waiting does not repair is a ConfigError. A store or server that cannot be reached now
+is trouble, in words. Nothing of :class:`Started` depends on the size of chunks.
 
 RAM is asked for before any of it is taken, because the kernel refuses by killing. More than a limit
 ever allows is an error. More than is free now is a warning, because others may give RAM back.

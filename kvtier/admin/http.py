@@ -9,19 +9,12 @@ and the page's file. The data that the page shows needs it.
 
 A browser on the host must not become a way in. On loopback the Host header has to name this host (a
 page whose name was rebound to 127.0.0.1 sends its own name), there are no CORS headers, and bodies
-must say that they are JSON.
-
-What clients send is bounded before it is kept: 64 connections (:mod:`kvtier.admin.places`), 3 s
-until the first request and 15 s between two, and bodies of 4 MiB, only with the token. A body is
-never unpacked, and one that was not asked for is thrown away for a second at most. The log lines
-that strangers cause are bounded, too, and quote nothing of what they sent.
-
-A second token, which is made of the first, is good for the metrics alone, so that a Prometheus
-cannot clear.
+must say that they are JSON. What clients send is bounded before it is kept, and the log quotes
+nothing of it.
 
 The token is either sent as it is (``Authorization: Bearer``, for curl and routers), or it only
 signs the request (:mod:`kvtier.protocol.admin_proof`, for ``kvtier stats`` and ``kvtier clear``).
-The answer to a signed request is signed.
+The answer to a signed request is signed. A token that is made of it is good for the metrics alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Where the admin interface listens, and places for its connections: who is let in, and who must
 leave when places are short.
 
-A connection that has no request running gives up its place for a new one. The one that has been
-quiet longest goes first. So a crowd of idle connections keeps no liveness probe out. A connection
-that does not soon send a request is closed.
+A connection without a running request gives up its place for a new one, the one that has been quiet
+longest first. So a crowd of idle connections keeps no liveness probe out.
 """
 
 from __future__ import annotations

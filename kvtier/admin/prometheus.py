@@ -1,9 +1,6 @@
 """Metrics: a server's Stats as Prometheus' text. It keeps no state: every scrape reads the objects'
-own counts.
-
-All names begin with ``kvtier_``. ``tier`` is ``ram`` or a lower tier's name, such as ``nvme``.
-``slot_bytes`` tells the size classes of one server apart. Counters begin at 0 with the process.
-This module imports prometheus_client, so only code that serves metrics imports this module.
+own counts, which begin at 0 with the process. Only code that serves metrics imports this module,
+and prometheus_client with it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Purge the tenant ``namespace``, or everything (None), for at most 25 seconds a size class. On the
-server's loop. Raises KVTierError when the server is closing."""
+"""Purge: all chunks of a tenant, or of all, leave every place of a server."""
 
 from __future__ import annotations
 

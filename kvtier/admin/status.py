@@ -1,9 +1,6 @@
-"""A server's report of itself, as one document: read from the objects' own counts, kept
-nowhere.
-
-The Structs are the answer of ``GET /v1/stats``, the schemas of the OpenAPI document, and what
-:mod:`kvtier.admin.prometheus` turns into Prometheus' text: one source, three forms. All counts are
-since the start of the server, and count chunks unless they say otherwise.
+"""A server's report of itself: the answer of ``GET /v1/stats``, the OpenAPI document's schemas, and
+what :mod:`kvtier.admin.prometheus` shows. All counts are since the start of the server, and
+count chunks unless they say otherwise.
 """
 
 from __future__ import annotations

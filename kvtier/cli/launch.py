@@ -1,9 +1,7 @@
 """``kvtier launch -- vllm serve MODEL ...``: the same command with kvtier's connector in it, and
 without a further process. Only data-parallel ranks on this host get one beside them, a server that
 they share (:mod:`kvtier.cli.ranks`), and each host of an engine over several, a server of its own.
-
-Faults that would appear only a minute into the engine's start are checked first: kvtier's
-configuration, vLLM's version, and whether vLLM's Python can find kvtier at all.
+Faults that would appear only a minute into the engine's start are checked first.
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ TRANSFER = {
     "kv_load_failure_policy": "recompute",
 }
 """The module's path is given, so it also works where vLLM's plug-ins are off (VLLM_PLUGINS)."""
-
-
 _USUAL_BLOCK_TOKENS = 16
 
 

@@ -1,8 +1,5 @@
-"""``kvtier top``: what the page at ``/`` of a server's admin interface shows, in a terminal.
-
-It asks ``/v1/stats`` and ``/v1/history``, and with a token ``/v1/namespaces``, and draws with
-``rich``. What matters most stands first, because a terminal may have 24 lines only.
-"""
+"""``kvtier top``: what the page at ``/`` of a server's admin interface shows, in a terminal. What
+matters most stands first, because it may have 24 lines only."""
 
 from __future__ import annotations
 

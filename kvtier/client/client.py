@@ -1,14 +1,10 @@
 """Client: a KVStore whose chunks a server has, on this host or on that of other workers of the
 engine. KV bytes stay in the shared pool.
 
-It is made for a scheduling loop, so every call is bounded. While a server is dead, slow or not
-there yet, calls are misses at once. The connection comes back in the background, with another pool.
-Calls that need no answer (to end a lease, decline, hint, invalidate) are sent and not waited for.
-All others take one round trip.
-
-When an answer does not come in time, the call is a miss, and the connection stays. Until that
-answer comes, further calls are misses too, without waiting. A server that owes an answer for ten
-seconds is given up. So is a server that answers what was not asked.
+While a server is dead, slow or not there yet, calls are misses at once. The connection comes back
+in the background, with another pool. When an answer does not come in time, the call is a miss, and
+so are further calls, without waiting, until it comes. A server that owes an answer for ten seconds
+is given up. So is a server that answers what was not asked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Connect to a kvtier server: addresses, TLS and the handshake, on blocking sockets.
-
-Each step has a bound in time and in bytes, whatever the other side does.
-"""
+"""Connect to a kvtier server: addresses, TLS and the handshake, on blocking sockets, each step with
+a bound in time and in bytes."""
 
 from __future__ import annotations
 

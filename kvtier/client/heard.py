@@ -1,11 +1,7 @@
 """Heard: what a server has told of its chunks, for an engine that tells routers.
 
-The engine asks as it steps, and never waits for the answer: it is read at a later step. After a
-save the engine is kept stepping until the server has answered once more, so what it saved last is
-announced before it rests.
-
-What the engine announces is passed on to a server that publishes. It is sent as fast as the server
-reads it, and what does not fit into a queue meanwhile is not published.
+What the engine announces is passed on to a server that publishes, as fast as the server reads it.
+What does not fit into a queue meanwhile is not published.
 
 Every answer is compared with its question before the engine uses it, because a slot or a place that
 does not exist would be an error in its scheduler, or another chunk's bytes. The checks raise

@@ -1,14 +1,8 @@
 """RemoteTier: a kvtier server on another host as the lowest tier of an engine's own Store.
 
-Each call uses one connection, which is kept for the next call. So there are as many connections as
-lane threads. The bytes of a chunk go straight between socket and slot, and they are hashed piece by
-piece on the way. Both ends check the hash.
-
-A lane thread and a slot wait for each call. So a call ends in time however slowly the server gives
-its bytes.
-
-The server decides what it keeps, and other engines write there too. So only an answer of the server
-says what it holds of a run.
+Each call uses one connection, which is kept for the next call. The bytes of a chunk go straight
+between socket and slot, and both ends check their hash. A lane thread and a slot wait for each
+call, so it ends in time however slowly the server gives its bytes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Every configuration key: its section, its default, its unit and what it is for.
 
 A file and :class:`Config` have sections (``nvme.path``). Environment variables, flags and messages
-write a key flat (``nvme_path``, ``KVTIER_NVME_PATH``). A tier's section is its own (``section.py``
-in its folder).
-
-The machine or a constant decides direct I/O, slots, threads and connections, queue bounds,
-checksums, the hash (SHA-256), what of a prompt leaves first, how much of a hit is loaded, and the
-audit (one in 1,000 loaded chunks).
+write a key flat (``nvme_path``, ``KVTIER_NVME_PATH``). A tier's section is its own (``SECTION`` in
+its ``parts``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """LMCache's configuration keys in kvtier's words.
 
-Pure: it takes a mapping and gives a note for each key. No key is dropped in silence.
-
-LMCache gives sizes in GiB *per worker*. kvtier's sizes are totals, hence ``ranks``. The keys and
-defaults are those of LMCache 0.5.6 (``lmcache/v1/config.py``). Most of them steer machinery that
-kvtier does not have.
+Pure. No key is dropped in silence. LMCache gives sizes in GiB *per worker*. kvtier's sizes are
+totals, hence ``ranks``. The keys and defaults are those of LMCache 0.5.6.
 """
 
 from __future__ import annotations

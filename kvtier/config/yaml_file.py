@@ -1,9 +1,8 @@
 """A YAML file of an operator's, read with bounds: its size, its depth, and what its aliases would
 grow to.
 
-PyYAML's own loader takes the last of two equal keys in silence, needs seconds for some thousand
-brackets, and lets ten lines of aliases stand for a billion values. Here each of these is a
-ConfigError. An error names lines and never quotes them, because a line may hold a password.
+PyYAML's own loader takes the last of two equal keys in silence too. An error names lines and never
+quotes them, because a line may hold a password.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Adaptive: eviction orders that change their setting when another one would hit more
 (``policy: auto``), of RAM and of each tier below it.
 
-A live order belongs to the Directory, and the Store's lock guards it. Its shadows are as large as
-its place. They run on a lane thread without the lock, in pieces of 128 chunks, between which the
-interpreter is released.
-
-The order of a tier that is written when RAM drops a chunk is :class:`Exclusive`. What RAM keeps for
-long has come back from below, so nearly all of it is there twice. A tier that drops what went up,
-and gets it again when it leaves, is an exclusive cache (Wong and Wilkes, *My cache or yours? Making
-storage more exclusive*, USENIX 2002). That costs a write for each chunk that comes down again, so
-only a part of the writes may go into it. And a chunk may be lost on its way down, where writes are
-late or not allowed. So how many may be in RAM alone is learnt from what becomes of them, as a
-sender learns a network's room (Jacobson, *Congestion avoidance and control*, SIGCOMM 1988).
+A live order belongs to the Directory, and the Store's lock guards it. Its shadows run on a lane
+thread without the lock. The order of a tier that is written when RAM drops a chunk is
+:class:`Exclusive` (Wong and Wilkes, *My cache or yours? Making storage more exclusive*, USENIX
+2002). A chunk may be lost on its way down, so how many may be in RAM alone is learnt from what
+becomes of them, as a sender learns a network's room (Jacobson, *Congestion avoidance and control*,
+SIGCOMM 1988).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Hint: what a client knows of a prompt's future. Pure.
 
-Hints are soft. They change the order in which chunks leave, and whether a chunk that leaves is
-written to a lower tier. A wrong hint costs a recompute and never more. Hints are bounded: what one
-tenant keeps is at most a part of each place (:mod:`kvtier.eviction.kept`), and any later use or
-save of a chunk cancels that its session is over.
+Hints change the order in which chunks leave, and whether a chunk that leaves is written to a lower
+tier. A wrong hint costs a recompute and never more.
 """
 
 from __future__ import annotations

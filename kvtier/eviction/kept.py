@@ -1,11 +1,9 @@
 """Kept: the chunks of one place that leave after all others, each for a time after its last use.
 Pure.
 
-They are not pins. What one owner keeps is bounded, so that its other prompts have room too. What
-all owners keep together is bounded as well, so that owners who keep nothing have room. When that is
-exceeded, the owner that keeps most gives way. Of one owner, whose engine can have clients with
-different cache salts, the salt that keeps most gives way, so that no client pushes out what another
-one keeps.
+They are not pins. What one owner keeps is bounded, and what all keep together. Beyond that the
+owner that keeps most gives way, and of one owner the cache salt that keeps most, so that no client
+pushes out what another one keeps.
 """
 
 from __future__ import annotations

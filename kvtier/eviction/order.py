@@ -4,9 +4,8 @@ clock and no lock.
 A :class:`Policy` decides what leaves first. :class:`Owned` is what places have: a policy's order,
 owners, and what is kept by hints.
 
-The order is leaf-first: the end of a prompt leaves before its beginning, because a chunk without
-the chunks before it is of no use. Policies get this order for free, because they move a run
-from its end to its beginning: the root is always the most recently used chunk of its run.
+The order is leaf-first. Policies get that for free, because they move a run from its end to its
+beginning: the root is always the most recently used chunk of its run.
 
 A policy is told two differences that are easily missed. A prompt asked for a chunk (``used``), or
 the chunk was only stored or let go (``ordered``). A chunk left to make room and may come back
@@ -63,7 +62,7 @@ class Policy(Protocol):
         """Chunks of ``run`` leave before all others, its end first. Unknown keys are ignored."""
 
     def resize(self, room: int) -> None:
-        """There is room for so many chunks from now on."""
+        """Set the capacity, in chunks."""
 
     def __contains__(self, key: object) -> bool: ...
 

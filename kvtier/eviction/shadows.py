@@ -2,10 +2,9 @@
 Pure.
 
 Each shadow is the index of a place under one setting of
-:class:`~kvtier.eviction.segments.Segments`, without any data. All shadows see the same prompts, and
-the best setting is used for the live place. For a large place only a part of the sessions is
-followed, with all turns of each, in shadows that are smaller by the same factor. Shadows never run
-under the Store's lock. One thread at a time uses them (a lane's).
+:class:`~kvtier.eviction.segments.Segments`, without any data. For a large place only a part of the
+sessions is followed, with all turns of each, in shadows that are smaller by the same factor. One
+thread at a time uses them (a lane's), never under the Store's lock.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """ZMTP: ZeroMQ's protocol (RFC 23, version 3.0) on asyncio's streams, as far as KV events need it.
 
 libzmq bounds the bytes of a frame and not the frames of a message, so any process that reaches one
-of its sockets can fill the memory of its process. Here a message is bounded in bytes, frames and
-time before any of it is kept, and what is written waits until the other end has read. And a server
-runs without vLLM, whose pyzmq it then lacks. Every ZeroMQ socket of this package is one of these.
-
-A peer is any ZeroMQ library of the last ten years. Mechanism NULL: there is no password and no
-encryption.
+of its sockets can fill its memory. Here a message is bounded in bytes, frames and time before any
+of it is kept, and what is written waits until the other end has read. Mechanism NULL: there is no
+password and no encryption.
 """
 
 from __future__ import annotations

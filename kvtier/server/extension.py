@@ -7,9 +7,8 @@ nothing of it is configured::
     [project.entry-points."kvtier.server_extensions"]
     audit = "acme_audit:beside_server"
 
-Beside its connections a server notices, without requests, a tier that is well again. A tier finds
-out what became of its machine by the calls that it serves. On an idle server there are none, and
-its trouble would be told on, and alerts fire, until the next request.
+Beside its connections a server notices, without requests, a tier that is well again: on an idle
+server alerts would fire until the next request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """SizeClass: one Store of a server, with what its sessions share. SizeClasses: several of them, by
 slot size, in one budget.
 
-Engines with slots of the same size share one Store. Keys contain the engines' fingerprints, so
-chunks of different models cannot meet. An *owner* is the number of a namespace (fingerprint and
-tenant name). Quotas are counted by owner, and ``clear`` is limited to an owner's chunks. See
-:mod:`kvtier.core.tenant`.
+Keys contain the engines' fingerprints, so chunks of different models cannot meet in a Store. An
+*owner* is the number of a namespace, fingerprint and tenant name (:mod:`kvtier.core.tenant`).
 """
 
 from __future__ import annotations
@@ -140,17 +138,13 @@ class SizeClass:
 
 
 class SizeClasses:
-    """A Store for each slot size that engines ask for, all in one budget. A size gets room when it
-    needs room more than the others: :meth:`settle` applies the rule of
-    :mod:`kvtier.server.shares` at each call.
+    """A Store for each slot size that engines ask for, all in one budget. :meth:`settle` applies
+    the rule of :mod:`kvtier.server.shares` at each call.
 
     Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
-    takes seconds and no other client may wait for it. A size that comes beside others gets what
-    they do not use, or its least part. A size *rests* when it has been without engines for ten
-    minutes. It stays open, and others get its room chunk by chunk as they need it. There are at
-    most eight sizes, and one client brings at most six of them. Only for one more than that, or
-    where RAM cannot hold the least parts, a resting size is closed, the one that rests longest
-    first, and its chunks on disks go with it. Otherwise the client is told to try again later.
+    takes seconds and no other client may wait for it. A size *rests* when it has been without
+    engines for ten minutes. Only where eight sizes are too few, or RAM cannot hold the least parts,
+    the one that rests longest is closed, and its chunks on disks go with it.
 
     All methods are for the server's loop, except where they say otherwise.
 

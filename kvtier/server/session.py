@@ -1,11 +1,8 @@
 """Session: what an engine may do that has the server's pool mapped. A question goes in, an answer
 comes out. There are no sockets here, and no loop.
 
-A session owns the leases it asked for. :meth:`Session.ending` ends those that are left. The
-connection that drives the session decides when that is safe (:mod:`kvtier.server.connection`).
-
-Every question is answered in short pieces (:mod:`kvtier.core.steps`). What a session may hold at
-once is bounded (:mod:`kvtier.server.shares`).
+A session owns the leases it asked for. The connection that drives it decides when it is safe to end
+those that are left (:mod:`kvtier.server.connection`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """ChunkStream: what an engine on another host may do: find, get, put and delete chunks. There are
 no sockets here, and no loop.
 
-One question is answered at a time. The bytes of a chunk go straight between the socket and its
-slot. Every call is short. Bytes are hashed piece by piece as they pass, and a question is answered
-in pieces (:mod:`kvtier.core.steps`). The size class tells when promotions have ended, so nothing
-waits for them.
+One question is answered at a time, in pieces. The bytes of a chunk go straight between the socket
+and its slot, and are hashed as they pass.
 """
 
 from __future__ import annotations

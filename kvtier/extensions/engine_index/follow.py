@@ -1,16 +1,10 @@
 """Follow: the engines' event streams, by ZeroMQ.
 
-A picture holds for one connection. When the connection ends, or nothing comes from it for a while,
-the picture is dropped, and made anew from the engine's replay buffer when the engine is there
-again.
-
-Messages are numbered. What is missing is asked for at the replay endpoint. Where there is none, or
-it has not got it any more, the picture is dropped, and goes on with what comes next: it then knows
-less than the engine has. The last messages of a burst can be missing without a sign. So a stream
-that is quiet is asked, too.
-
-An engine is not believed: its messages are bounded before they are kept, decoded in pieces, and
-whatever is wrong with one ends the connection at most. Then it is tried again after a pause.
+A picture holds for one connection, and is made anew from the engine's replay buffer. Messages are
+numbered. Where the replay endpoint has not got what is missing, the picture is dropped, and goes on
+with what comes next. The last messages of a burst can be missing without a sign, so a stream that
+is quiet is asked, too. An engine is not believed: what is wrong with a message ends the connection
+at most.
 """
 
 from __future__ import annotations

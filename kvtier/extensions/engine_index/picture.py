@@ -1,12 +1,9 @@
 """Picture: which blocks of which prompts one engine has, and where. Pure.
 
-It is made from the engine's events and holds no tokens. A block is known by a digest of all tokens
-up to its end, and of what vLLM hashes beside them (salt, adapter, images). So engines whose vLLM
-hashes differ are looked up with the same tokens.
-
-A block counts only when its place in a prompt is known: its parent is in the picture, or it is the
-first. So a picture that began late, or was cleared, knows less than the engine has and never more.
-Only groups of full attention count.
+A block is known by a digest of all tokens up to its end, and of what vLLM hashes beside them (salt,
+adapter, images). So engines whose vLLM hashes differ are looked up with the same tokens. It counts
+only when its place in a prompt is known: its parent is in the picture, or it is the first. So a
+picture that began late knows less than the engine has and never more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """Announced: what a server publishes of its chunks, by vLLM's KV events. Pure.
 
-An engine tells what vLLM's event says of a chunk when it announces the chunk itself. The server
-publishes that when the chunk is in that place and was not published there before. It keeps the
-hashes of the chunk's blocks, and no tokens. By them it withdraws the chunk when it leaves that
-place.
-
 vLLM's hashes do not depend on the model or the tenant, so one stream can tell of one owner's chunks
 only. It is the owner whose engine announced first. Another one takes over when no engine of the
 first is attached any more.

@@ -1,18 +1,8 @@
 """KV events: what the cache holds, for routers that follow vLLM's event stream.
 
-vLLM publishes ``BlockStored`` and ``BlockRemoved`` of its own prefix cache when
-``kv_events_config`` asks for it. This module adds those of RAM and the lower tiers, with vLLM's
-block hashes, so that any consumer of that stream sees where a prompt's prefix is kept.
-
-- A chunk is announced when it can be served, once for each place, and withdrawn when it cannot.
-- An event needs the tokens of a chunk. They are known while a prompt names the chunk, and kept as
-  long as the chunk is in RAM. No tier stores tokens. So after a restart a chunk is announced when
-  the next prompt names it.
-- Groups of full attention are announced. Windows and states are not: no prefix is found by them.
-- A server's chunks are announced by each of its engines that a prompt has named them to, because
-  each of these engines can load them.
-
-Belongs to the scheduler's thread.
+An event needs the tokens of a chunk. They are known while a prompt names the chunk, and kept as
+long as the chunk is in RAM. No tier stores tokens: after a restart a chunk is announced when the
+next prompt names it. Belongs to the scheduler's thread.
 """
 
 from __future__ import annotations

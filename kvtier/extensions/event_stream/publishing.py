@@ -1,11 +1,8 @@
 """Publishing: a server's own stream of KV events, by ZeroMQ, as vLLM's publisher writes it.
 
-Messages are numbered from 0. The last of them are kept, tokens included. Each subscriber, and each
-replay, goes along these messages at its own speed. A subscriber that is slower than they leave
-loses events. The server never waits for one.
-
-Subscribers are not trusted: there are :data:`_MOST_CLIENTS` at each of the two endpoints, a
-handshake takes 3 s at most, and what comes in is subscriptions and numbers of a few bytes.
+Messages are numbered from 0. Each subscriber, and each replay, goes along the last of them at its
+own speed. A subscriber that is slower than they leave loses events: the server never waits for one.
+Subscribers are not trusted: what comes in is subscriptions and numbers of a few bytes.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict
             continue
         if len(bytes(body[field])) > _FIELD_BYTES:
             words.bad += 1
-        elif (value := _decoded(body[field])) is not None:
+        elif (value := msgspec.json.decode(body[field])) is not None:
             reader(words, value)
     _marks(words, body)
     _session(words, body, headers)
@@ -203,9 +203,5 @@ _FIELDS: dict[str, Callable[[Words, Any], None]] = {
 }
 
 
-def _decoded(raw: msgspec.Raw) -> Any:
-    return msgspec.json.decode(raw)
-
-
 def _small(raw: msgspec.Raw) -> Any:
-    return _decoded(raw) if len(bytes(raw)) <= _FIELD_BYTES else _TOO_LONG
+    return msgspec.json.decode(raw) if len(bytes(raw)) <= _FIELD_BYTES else _TOO_LONG

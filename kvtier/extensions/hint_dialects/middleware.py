@@ -2,9 +2,8 @@
 already send to the connector, so that no client has to change.
 
 Hints in headers and fields (:mod:`kvtier.extensions.hint_dialects.dialects`) go into the body's
-``kv_transfer_params``, whose own words stay. All other fields keep their bytes. A body without
-hints is passed on as it came. So is one that is too long or too slow, is no JSON, or has an
-unexpected form: no request fails because of its hints.
+``kv_transfer_params``, whose own words stay. All other fields keep their bytes. No request fails
+because of its hints.
 
 vLLM puts the middleware before all else, the check of the API key included. So a body is read only
 when vLLM reads it, and never for a request that vLLM refuses.

@@ -1,11 +1,7 @@
 """MooncakeTier: chunks in the memory that many hosts lend to Mooncake's pool, over TCP or RDMA.
 
-Every chunk is one object of the pool. The pool drops what was not used for long, and a dead host's
-chunks are gone: both are misses. Order and room are the Directory's. What one kvtier deletes is
-gone for all.
-
-Mooncake cannot list its objects, so a start recovers nothing: lookups find them, many chunks at
-once.
+The pool drops what was not used for long, and a dead host's chunks are gone: both are misses.
+Mooncake cannot list its objects, so a start recovers nothing: lookups find them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Bucket: a tier's requests through ``obstore``, and their faults in words.
 
-The library is in a process of its own (:mod:`kvtier.extensions.objects.child`) with a limit of
-memory, so an endpoint's answer of any size takes no more, and only the caller waits for it.
-
 An error's text can hold a signed URL or a key's name, so only the store's error code and the HTTP
 status are ever shown.
 """

@@ -1,13 +1,9 @@
 """ObjectTier: chunks in a bucket that hosts share and that outlives them: a new host starts warm
 from it.
 
-A lookup lists nothing. Chunks leave a run from its end, so a run is held up to a point, which
-bisection finds: one request where nothing is held, eight for 128 chunks. A run with a gap, such as
-one that a lifecycle rule has thinned out, may be taken for a longer one. Its missing chunk is a
-miss when it is read.
-
-Several servers on one bucket each have a budget, and find each other's chunks by asking. A chunk
-that one deletes is gone for all. Forgotten chunks leave by a lifecycle rule of the bucket.
+A lookup lists nothing: bisection finds the end of a run. A run with a gap, such as one that a
+lifecycle rule has thinned out, may be taken for a longer one. Its missing chunk is a miss when it
+is read.
 """
 
 from __future__ import annotations

@@ -11,13 +11,9 @@ that keep everything else exact:
 A request for which nothing is moved is computed, loaded and saved as any other.
 
 What is not there between documents that are is computed in place, up to as many tokens as a step of
-the engine's own has. Blending ends before what would be more. A request may also ask that the first
-tokens of each moved span are computed so.
-
-Such a load has two halves. Every rank copies, in steps of its own. When all have confirmed that,
-one step orders the forward pass from all of them together: ranks that began it in different steps
-would wait for each other. The load ends with the pass. It fails when either half has failed on some
-rank.
+the engine's own has. Such a load has two halves. Every rank copies, in steps of its own. When all
+have confirmed that, one step orders the forward pass from all of them together: ranks that began it
+in different steps would wait for each other.
 """
 
 from __future__ import annotations
@@ -513,9 +509,6 @@ def _twins(tokens: Sequence[int]) -> tuple[int, int] | None:
         if first != place and (best is None or place - first > best[1] - best[0]):
             best = first, place
     return best
-
-
-logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 def extensions(tools: Tools, facts: EngineFacts) -> tuple[Extension, ...]:

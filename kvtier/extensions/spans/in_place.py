@@ -5,10 +5,9 @@ tokens, it ends behind them, and its blocks are the request's. In each layer all
 written before any of them is read. So a run sees what stands before it in the prompt, and what was
 computed for the runs before it.
 
-Only vLLM's model, its forward context and a metadata builder are used. They are not an interface
-of its connectors. So whatever is not as expected is refused at the start, in words. The builder is
-one of our own, because some keep the plan of the engine's step. The model runs without its compiled
-graphs. It has run on vLLM's CPU backend only.
+vLLM's model, its forward context and a metadata builder are no interface of its connectors. So
+whatever is not as expected is refused at the start, in words. The builder is one of our own,
+because some keep the plan of the engine's step. The model runs without its compiled graphs.
 """
 
 from __future__ import annotations

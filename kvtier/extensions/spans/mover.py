@@ -1,23 +1,16 @@
 """The worker's half of spans: tokens of slots, moved to other positions, into blocks.
 
 It knows slots, places in them and distances, never tokens, except those that it computes in place.
-A job is copied slot by slot, so that it makes a step no longer than other loads do. It has run on
-vLLM's CPU backend only, and is refused elsewhere.
-
 A rotation that were wrong would give wrong answers without a sign. So nothing is moved before the
 rotation was *seen* to be right: a job names two places of a slot that have the same token, and in
-the first layer their keys must differ by the rotation alone.
-
-Tokens that are computed in place (:mod:`kvtier.extensions.spans.in_place`) are checked too. In the
-first layer a key depends on the token and its position only, and a value on the token. So there the
-pass must find what was moved, which is erased before. Each run has such tokens.
+the first layer their keys must differ by the rotation alone. Tokens that are computed in place are
+checked too: in the first layer the pass must find what was moved, which is erased before.
 
 Latent attention (MLA) keeps a latent and one rotated key of a token, for all heads. Here the latent
 is the value. It has no position in it.
 
-With several ranks the model's forward pass is one of all of them together. Before it every rank
-says whether it is ready (``agree``). When one is not, none begins, because the others would wait
-for it inside the model.
+Before the model's forward pass, which is one of all ranks together, every rank says whether it is
+ready (``agree``). When one is not, none begins: the others would wait for it inside the model.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ logger = logging.getLogger("kvtier.server")
 
 _WATCHDOG_TELLS = 3
 """The service manager gives up when it hears nothing for one watchdog time."""
-
-
 _FIRST_FD = 3
 
 
@@ -84,8 +82,6 @@ class Notifier:
             self.tell("WATCHDOG=1", f"STATUS={status()}")
             await asyncio.sleep(self.watchdog_s / _WATCHDOG_TELLS)
 
-
-logger = logging.getLogger("kvtier.server")
 
 _BACKLOG_CONNECTIONS = 128
 

@@ -1,15 +1,13 @@
 """Strangers: what connections may cost a port before they have shown who they are.
 
-*Places.* Any client that reaches the port can open connections and say nothing. Such connections
-have few places, apart from those of engines that were let in. When they are full, the oldest
-connection of the address that has the most leaves at once. An engine needs its place for a moment
-only, so a flood of silent sockets costs it at most a second attempt.
+*Places.* Connections that say nothing have few places, apart from those of engines that were let
+in. When they are full, the oldest one of the address that has the most leaves at once: a flood of
+silent sockets costs an engine at most a second attempt.
 
-*Turns.* The asymmetric cryptography of one TLS handshake takes milliseconds of the loop that serves
-all engines. The handshakes of a port take about a tenth of the loop's time. A socket has its turn
-after its client has sent something, so silence takes no turns: until then its bytes wait in the
-kernel, and OpenSSL knows nothing of it. Addresses take turns among themselves, and of one address
-the client that came last goes first, because in a flood the others will soon give up.
+*Turns.* One TLS handshake takes milliseconds of the loop that serves all engines. The handshakes of
+a port take about a tenth of it. A socket has its turn after its client has sent something: until
+then OpenSSL knows nothing of it. Addresses take turns among themselves, and of one address the
+client that came last goes first, because in a flood the others will soon give up.
 """
 
 from __future__ import annotations

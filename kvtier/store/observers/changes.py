@@ -1,8 +1,7 @@
 """Changes: which chunk came to which place, and which one left it, for engines and servers that
 publish. Pure.
 
-Several readers, each with a list of its own: an engine beside its Store, a server's session, and a
-server's own stream. Each is bounded, and a reader that asks too seldom is told that it lost some.
+Each reader has a bounded list of its own. One that asks too seldom is told that it lost some.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """LibraryProcess: a library in a process of its own (:mod:`kvtier.tiers.away.library_main`), where
 it may hold its interpreter's lock, take memory up to its limit, hang or crash without harm to an
-engine.
-
-Chunks cross by memory that both processes map. A call that takes too long ends the process and with
-it the memory, so that no late byte lands in memory that is used again. The next call starts another
-process.
+engine. A call that takes too long ends it, and the memory that both processes map.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
 """RedisTier: chunks on a Redis or a Redis Cluster that several servers share and that outlives
 them.
 
-A chunk counts as held when its header is there. The header is written last, after every part was
-acknowledged. A reader compares XXH3-128 over key and payload. A part that Redis evicted or a writer
-never finished is a miss, a wrong byte is a miss and a count. See :mod:`.layout` for the names and
-bytes, :mod:`.servers` for the connections, :mod:`.wire` for the protocol.
-
-Redis's own eviction should be off (``maxmemory-policy noeviction``): the Directory deletes leaf
-first. The start logs the policy that it found.
-
-A node that fails is left alone for a while, and one that takes no writes is sent none for a while:
-each node for itself, the others go on. Names that move between nodes of a cluster are "not now",
-never a miss.
+A chunk counts as held when its header is there, which is written last. A node that fails is left
+alone for a while, and one that takes no writes is sent none for a while: each node for itself.
+Names that move between nodes of a cluster are "not now", never a miss.
 
 Several servers on one Redis each have a budget, and find each other's chunks by asking (``find``).
 A chunk that one deletes is gone for all. With ``ttl_s`` forgotten chunks expire. Without it they

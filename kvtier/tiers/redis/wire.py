@@ -1,10 +1,8 @@
 """Wire: Redis's protocol over one connection, for one call. Every reply has a bound in bytes, in
 items and in time.
 
-A reply's size is known before it is read: nothing is made of a header that promises more than the
-command can answer. So a broken server, or one of another protocol, costs a call its time and
-nothing else. :meth:`Wire.ask` reads small replies. ``recv_into`` puts parts where they belong,
-without a copy.
+A reply's size is known before it is read: a broken server, or one of another protocol, costs a call
+its time and nothing else. ``recv_into`` puts parts where they belong, without a copy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Where a trace is written: a folder of files that follow each other, and the salt of their ids.
 
-A file ends when it has its size or its age. The oldest files are removed, so that all together stay
-within a bound. The folder has one owner at a time, and must be this user's alone
-(:mod:`kvtier.tiers.own_folder`): a trace says when who asked how much. Files of other names are
-left alone.
+The folder has one owner at a time, and must be this user's alone (:mod:`kvtier.tiers.own_folder`):
+a trace says when who asked how much. Files of other names are left alone.
 """
 
 from __future__ import annotations

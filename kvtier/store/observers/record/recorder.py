@@ -1,10 +1,7 @@
 """Recorder: prompts and hints wait in a bounded queue, and become lines of a trace.
 
-The lines are in the form of public traces, with more fields. Instead of keys and names they have
-salted 64-bit ids. Without the salt an id tells nothing. With the salt a reader can tell whether a
-known key was used.
-
-A caller that notes something never waits. When the queue is full, it is dropped and counted.
+The lines are in the form of public traces, with more fields, and with salted 64-bit ids instead of
+keys and names. A caller that notes something never waits.
 """
 
 from __future__ import annotations
