@@ -15,11 +15,12 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
 from enum import Enum
 from pathlib import Path
+from re import Pattern
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.vllm.naming.digests import (
@@ -53,7 +54,7 @@ _OF_A_FOLDER = frozenset(("_name_or_path", "transformers_version"))
 """Fields of a model's configuration that say where it lies and which library wrote it down."""
 _DIGEST_WAIT_S = 120.0
 """A first start with new weights waits this long for their digest once the engine is ready."""
-_FROM_FOLDER = (
+FROM_FOLDER = (
     "auto",
     "hf",
     "safetensors",
@@ -92,7 +93,7 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
     versions = software()  # the import of vLLM sets variables
     walk = Walk()
     config = walk.of(vllm_config, "vllm_config")
-    environment, whys = _environment(), list(walk.unnamed)
+    environment, whys = variables(FAMILIES, OF_OTHERS), list(walk.unnamed)
     weights = [
         _weights(model, vllm_config.load_config, ranks, whys) for model in _models(vllm_config)
     ]
@@ -132,10 +133,15 @@ def start_word(why: str) -> str:
 
 def software() -> dict[str, str]:
     """Versions of what computes: another one may have other bits in its results."""
+    return {"vllm": running()} | versions(("torch", "transformers"))
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those that are installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"vllm": running()}
-    for name in ("torch", "transformers"):
+    found = dict[str, str]()
+    for name in packages:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -265,13 +271,14 @@ def without_folders(value: Any) -> Any:
     return [without_folders(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _environment() -> dict[str, str]:
+def variables(families: Pattern[str], of_others: Pattern[str]) -> dict[str, str]:
+    """The environment's variables that decide, of these families."""
     return {
         name: value
         for name, value in sorted(environment().items())
-        if FAMILIES.match(name)
+        if families.match(name)
         and name not in ENVIRONMENT_DOES_NOT
-        and not OF_OTHERS.fullmatch(name)
+        and not of_others.fullmatch(name)
     }
 
 
@@ -354,7 +361,7 @@ def _source(model: Any) -> str:
 
 def _folder(model: Any, load: Any) -> Path | None:
     load_format = str(getattr(load.load_format, "value", load.load_format)).lower()
-    if getattr(model, "model_weights", "") or load_format not in _FROM_FOLDER:
+    if getattr(model, "model_weights", "") or load_format not in FROM_FOLDER:
         return None
     place = local(model.model, model.revision)
     try:

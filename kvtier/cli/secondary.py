@@ -21,7 +21,7 @@ _PASSED = (
 def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
     """vLLM's ``--kv-transfer-config`` for its own pool of ``pool_bytes`` above ``server``."""
     entry = {"type": _TIER, "module_path": "kvtier.connectors.vllm_tier", "server": server}
-    entry |= {key: config.value(key) for key in _PASSED if key in config.sources}
+    entry |= passed(config)
     extra = {
         "spec_name": "TieringOffloadingSpec",
         _POOL: pool_bytes,
@@ -29,6 +29,11 @@ def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
         "secondary_tiers": [entry],
     }
     return {"kv_connector": OFFLOADING, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def passed(config: Config) -> dict[str, Any]:
+    """Keys that were given and that a cache over the server has too."""
+    return {key: config.value(key) for key in _PASSED if key in config.sources}
 
 
 def has_tier(transfer: Mapping[str, Any]) -> bool:

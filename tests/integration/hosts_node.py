@@ -13,7 +13,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from kvtier.cli import ranks
 from kvtier.config.load import load

@@ -8,13 +8,20 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import settings as rules
+from hypothesis import strategies as some
+from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
     PoolName,
@@ -23,15 +30,19 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_context, get_serving
 
+from kvtier.bench.processes.servers import free_port
+from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
+from tests.certificates import make_certificates
 from tests.child_process import wait_for
 from tests.integration import sglang_cpu as cpu
 from tests.nvme_place import flip
-from tests.server_process import ServerProcess, serving, short_folder
+from tests.server_process import ServerProcess, attached, run, serving, short_folder
 
 MODELS = Path(os.environ["SGLANG_CASES_MODELS"])
 SLACK_S = 3.0
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+FEW_SLOTS = 24
 PAGE_BYTES = 2 * cpu.LAYERS * cpu.PAGE * cpu.HEADS * cpu.DIM * 2
 _TOKENS = iter(range(1, 1 << 30))
 
@@ -55,6 +66,12 @@ def told(**arguments):
         yield
     finally:
         one.restore()
+
+
+def hicache():
+    from kvtier.extensions.sglang import hicache  # torchvision's stand-in comes first
+
+    return hicache
 
 
 def settings(server, **more):
@@ -105,21 +122,20 @@ def hits(pool, server, tokens, **more):
 # ---- beside HiCacheFile --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extra", [{}, {"interface_v1": 0}], ids=["v1", "generic"])
 @pytest.mark.parametrize(
     ("kind", "layout"), [("mha", one) for one in LAYOUTS] + [("mla", one) for one in LAYOUTS[:3]]
 )
-def test_the_same_hits_and_the_same_bytes_as_files(server, tmp_path, kind, layout, extra):
-    """80 operations on prompts that share beginnings; 1,120 with all parameters."""
+def test_the_same_hits_and_the_same_bytes_as_files(server, tmp_path, kind, layout):
+    """150 operations on prompts that share beginnings; 1,050 with all parameters."""
     pool = getattr(cpu, kind)(layout, pages=40)
     choose, replicated = random.Random(layout + kind), kind == "mla"
     written: dict[str, Any] = {}
     families = [prompt(8) for _ in range(3)]
     with (
-        running(pool, server, extra=extra, replicated=replicated) as ours,
+        running(pool, server, replicated=replicated) as ours,
         filing(pool, tmp_path, replicated=replicated) as file,
     ):
-        for number in range(80):
+        for number in range(150):
             family = choose.choice(families)
             tokens = family[: choose.randint(1, 8) * cpu.PAGE]
             if choose.random() < 0.3:
@@ -173,6 +189,39 @@ def test_files_never_cache_again_after_another_layer_count_and_kvtier_does(serve
     with running(other, server) as reader:
         assert cpu.backup(reader, tokens, other.alloc(len(tokens))) == 4
         assert cpu.prefetch(reader, tokens)[:2] == (4, 4)
+
+
+def test_pages_are_those_of_a_dict(server):
+    """Pages in any order, with holes: a load is the run up to the first one that is not held."""
+    pool = cpu.mha("page_first", pages=8)
+    cpu.scramble(pool)
+    content, what = pool.kv_buffer.clone(), some.sampled_from(["set", "get", "exists"])
+    with running(pool, server) as one:
+        storage = one.storage_backend
+
+        @rules(max_examples=60, deadline=None, database=None)
+        @given(some.lists(some.tuples(what, some.sets(some.integers(0, 7), min_size=1))))
+        def check(calls):
+            names, held = cpu.hashes_of(prompt(8)), dict[int, Any]()
+            for call, chosen in calls:
+                pages, pool.kv_buffer[:] = list(chosen), content
+                rows = torch.cat([torch.arange(at * cpu.PAGE, (at + 1) * cpu.PAGE) for at in pages])
+                keys = [names[at] for at in pages]
+                done = [all(at in held for at in pages[: end + 1]) for end in range(len(pages))]
+                if call == "set":
+                    assert all(storage.batch_set_v1(keys, rows))
+                    held |= {at: pool.get_data_page(at * cpu.PAGE).clone() for at in pages}
+                elif call == "exists":
+                    assert storage.batch_exists(keys) == sum(done)
+                else:
+                    pool.kv_buffer.zero_()
+                    assert storage.batch_get_v1(keys, rows) == done
+                    for at, is_read in zip(pages, done, strict=True):
+                        page, zeros = pool.get_data_page(at * cpu.PAGE), content.new_zeros(())
+                        kept = held[at] if is_read else zeros.expand_as(page)
+                        assert torch.equal(page.view(torch.int16), kept.view(torch.int16))
+
+        check()
 
 
 # ---- who shares ----------------------------------------------------------------------------------
@@ -275,10 +324,12 @@ def test_a_file_that_changed_since_the_start_names_nothing(server):
 
 
 def test_side_pools_with_holes_end_where_files_end(server, tmp_path):
-    """Random holes of an ALL_PAGES and a TRAILING pool, the storages called themselves."""
+    """Random holes of an ALL_PAGES and a TRAILING pool, the storages called themselves. The first
+    of the two has no pieces to point at."""
     layout, choose = "page_first", random.Random(7)
     pools = {PoolName.KV: cpu.mha(layout), PoolName.INDEXER: cpu.mha(layout, heads=1),
              PoolName.SWA: cpu.mha(layout, heads=2)}  # fmt: skip
+    pools[PoolName.INDEXER].get_page_buffer_meta = Mock(side_effect=ValueError)
     with hybrid(pools, server) as one, filing(pools[PoolName.KV], tmp_path) as file:
         both = [one.storage_backend, file.storage_backend]
         for name, pool in pools.items():
@@ -360,6 +411,45 @@ def test_head_groups_go_from_one_rank_to_two_and_back(server):
         cpu.controller(cpu.mha("page_head", heads=3), "dynamic", settings(server, tp_lcm_size=2))
 
 
+def rank(number, socket, store, begin):
+    """A rank of two: KV of 8 or 6 pages, and a trailing pool with holes."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    cpu.publish(MODELS / "a")
+    pools = {PoolName.KV: cpu.mha("page_first"), PoolName.SWA: cpu.mha("page_first", heads=1)}
+    extra, tokens = cpu.PLUGIN | {"server": f"unix://{socket}"}, [begin, *range(8 * cpu.PAGE - 1)]
+    one, names = cpu.hybrid(pools, "dynamic", extra, tp=(number, 2)), cpu.hashes_of(tokens)
+    storage = one.storage_backend
+    for name, pages in (
+        (PoolName.KV, range((8, 6)[number])), (PoolName.SWA, ((1, 2, 4, 6), (0, 2, 3, 6))[number])
+    ):  # fmt: skip
+        rows = torch.cat([torch.arange(at * cpu.PAGE, (at + 1) * cpu.PAGE) for at in pages])
+        transfer = PoolTransfer(name, rows, keys=[names[at] for at in pages])
+        assert all(storage.batch_set_v2([transfer])[name])
+    trailing = PoolTransfer(PoolName.SWA, keys=names[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    dist.barrier()
+    for pools_asked in ([], [trailing]):
+        one.prefetch(cpu.REQUEST, tokens, None, None, extra_pools=pools_asked)
+        operation = one.prefetch_hit_queue.get(timeout=cpu.WAIT_S)
+        sys.stdout.write(f"{operation.storage_hit_count // cpu.PAGE}\n")
+        sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.extended
+def test_two_ranks_take_the_shortest_hit_and_what_both_may_end_at(server, tmp_path):
+    begun = []
+    for number in range(2):
+        given = (number, str(server.socket), str(tmp_path / "store"), 1 << 20)
+        code = f"from tests.integration import sglang_cases as cases; cases.rank{given!r}"
+        begun.append(
+            subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE)
+        )
+    for one in begun:
+        said, _ = one.communicate(timeout=cpu.WAIT_S)
+        assert said.split()[-2:] == [b"6", b"3"]
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 
@@ -378,13 +468,25 @@ def calls_of(storage, tokens, indices):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["absent", "killed", "stopped"])
+@contextlib.contextmanager
+def full(server):
+    """Other engines save into all slots of the server."""
+    layout = ChunkLayout(bytes(32), 1, 1, (PAGE_BYTES,))
+    with contextlib.ExitStack() as ends:
+        for number in range(12):
+            other = ends.enter_context(attached(server.access(layout)))
+            ends.enter_context(other.save(run(number, FEW_SLOTS, layout)))
+        yield
+
+
+@pytest.mark.parametrize("fault", ["absent", "killed", "stopped", "full"])
 def test_each_call_ends_without_its_server(tmp_path, fault):
-    """Within its bound, with a miss; and all comes back."""
+    """Within its bound, with a miss; and all comes back. Also where others have all of its RAM."""
     pool = cpu.mha("page_first")
     cpu.scramble(pool)
     with short_folder() as folder:
-        one = ServerProcess(folder, ram_bytes=64 << 20)
+        slots = FEW_SLOTS if fault == "full" else 1000
+        one = ServerProcess(folder, ram_bytes=slots * (PAGE_BYTES + 4096))
         if fault != "absent":
             one.start()
         with running(pool, one) as controller:
@@ -395,9 +497,10 @@ def test_each_call_ends_without_its_server(tmp_path, fault):
                     one.pause()
                 elif fault == "killed":
                     one.kill()
-                begun = time.monotonic()
-                found = call()
-                took = time.monotonic() - begun
+                with full(one) if fault == "full" else contextlib.nullcontext():
+                    begun = time.monotonic()
+                    found = call()
+                    took = time.monotonic() - begun
                 assert took < bound_s + SLACK_S, name
                 if name == "exists_v2":
                     assert found.kv_hit_pages == 0
@@ -407,7 +510,7 @@ def test_each_call_ends_without_its_server(tmp_path, fault):
                     one.resume()
                 elif fault == "killed":
                     one.start()
-                    wait_for(lambda: storage._pools["kv"].is_ready, "back")
+                    wait_for(lambda: storage._pools["kv"].server.is_ready, "back")
             if fault == "absent":
                 one.start()
             wait_for(lambda: all(storage.batch_set_v1(cpu.hashes_of(tokens), indices)), "back")
@@ -459,13 +562,27 @@ def test_every_page_of_a_thousand_is_on_nvme_behind_little_ram(tmp_path):
         assert cpu.equal(pool, indices[-64 * 300 :][: 64 * read], pool, into[: 64 * read])
 
 
-def test_failures_that_sglang_injects_end_no_thread(server, monkeypatch):
+def test_a_call_ends_in_time_and_raises_nothing(server, caplog):
+    with running(cpu.mha("page_first"), server) as one:
+        bounded, hold = one.storage_backend._bounded, threading.Event()
+        assert bounded("load", lambda: 1, 0, 30.0) == 1
+        assert bounded("load", lambda: 1 // 0, -1, 30.0) == -1
+        assert "ZeroDivisionError" in caplog.text
+        assert bounded("load", lambda: hold.wait() and 1, -1, 0.01) == -1
+        for _ in range(100):
+            assert bounded("load", lambda: 1, -1, 0.0) == -1
+        hold.set()
+    assert bounded("load", lambda: 1, -1, 30.0) == -1, "closed"
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.extended)])
+def test_failures_that_sglang_injects_end_no_thread(server, monkeypatch, seconds):
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.02")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     pool, others = cpu.mha("page_first", pages=80), 0
     cpu.scramble(pool)
     with running(pool, server) as one:
-        until = time.monotonic() + 10
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             tokens = prompt(4)
             begin = pool.alloc(len(tokens))
@@ -492,18 +609,26 @@ def test_what_does_not_fit_is_refused_by_name(server, caplog, tmp_path):
     with running(cpu.mha("page_first"), server, extra={"server_token_file": str(token)}) as one:
         assert "pool kv is not kept" in caplog.text
         assert cpu.prefetch(one, prompt(4))[0] == 0
-    lines = len(caplog.records)
-    storage = one.storage_backend
-    assert storage is None and lines < 60
+    with running(cpu.mha("page_first"), server) as one:
+        for heads in range(5, 13):
+            side = cpu.mha("page_first", heads=heads, pages=2)
+            one.storage_backend.register_mem_host_pool_v2(side, f"side {heads}")
+        wait_for(lambda: "this client" in caplog.text and "sizes" in caplog.text, "said")
+    assert one.storage_backend is None and len(caplog.records) < 80
 
 
-def test_over_tcp_bytes_are_equal(tmp_path):
-    from kvtier.bench.processes.servers import free_port
-
-    port, pool = free_port(), cpu.mha("page_first")
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+def test_over_tcp_bytes_are_equal(tmp_path, tls):
+    """With certificates of both ends, or without."""
+    pool, place, keys = cpu.mha("page_first"), f"tcp://127.0.0.1:{free_port()}", {}
     cpu.scramble(pool)
-    with serving(f"tcp://127.0.0.1:{port}", flags=["--insecure"], ram_bytes=64 << 20) as one:
-        far = cpu.PLUGIN | {"server": f"tcp://127.0.0.1:{port}"}
+    if tls:
+        made, place = make_certificates(tmp_path), f"tcp://localhost:{free_port()}"
+        files = {"server_ca": "ours.pem", "server_cert": "ours-host.pem"}
+        files |= {"server_key": "ours-host.key"}
+        keys = {key: str(made / file) for key, file in files.items()}
+    with serving(place, flags=["--insecure"] * (not tls), ram_bytes=64 << 20, **keys) as one:
+        far = cpu.PLUGIN | {"server": place} | keys
         controller = cpu.controller(pool, "dynamic", far)
         tokens = prompt(8)
         begin = pool.alloc(len(tokens))
@@ -524,11 +649,18 @@ def test_metrics_count_batches_and_clear_forgets(server):
     with running(pool, server) as one:
         storage = one.storage_backend
         assert storage.get_stats() is None
-        storage._stats = {}
+        storage._stats = hicache()._metrics()
         cpu.backup(one, tokens, pool.alloc(len(tokens)))
         cpu.prefetch(one, tokens)
         stats = storage.get_stats()
         assert (stats.backup_pgs, stats.prefetch_pgs) == ([4], [4])
         assert stats.backup_bandwidth[0] > 0 and storage.get_stats().backup_pgs == []
+        counted = {
+            one.labels["outcome"]: one.value
+            for one in list(REGISTRY.collect())[-1].samples
+            if one.name == "kvtier_sglang_pages_total"
+        }
+        assert counted == {"hit": 4, "miss": 0, "stored": 4, "not_stored": 0, "loaded": 4,
+                           "not_loaded": 0}  # fmt: skip
         storage.clear()
         wait_for(lambda: cpu.prefetch(one, tokens)[0] == 0, "forgotten")

@@ -86,11 +86,11 @@ from sglang.srt.runtime_context import get_context  # noqa: E402
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 28
 PAGE, LAYERS, HEADS, DIM = 64, 2, 4, 16
 WAIT_S = 120.0
+REQUEST = CacheRequestHandle("request", 0)
 PLUGIN = {
     "backend_name": "kvtier",
-    "module_path": "kvtier.connectors.sglang.plugin",
+    "module_path": "kvtier.connectors.sglang",
     "class_name": "KVTier",
-    "interface_v1": 1,
 }
 
 
@@ -253,9 +253,9 @@ def controller(pool, kind, extra, *, tp=(0, 1), replicated=False, model="M"):
     )  # fmt: skip
 
 
-def hybrid(pools, kind, extra, *, page=PAGE):
+def hybrid(pools, kind, extra, *, page=PAGE, tp=(0, 1)):
     """SGLang's HybridCacheController over ``pools``, of which the one called KV leads."""
-    cc.get_parallel = parallel
+    cc.get_parallel = lambda: parallel(*tp)
     entries = [
         PoolEntry(name, pool, _Device(), lambda layer: layer,
                   is_primary_index_anchor=name == PoolName.KV)
@@ -284,7 +284,7 @@ def prefetch(one, tokens, pools=None):
     if pools is None:
         one.prefetch("request", tokens)
     else:
-        one.prefetch(CacheRequestHandle("request", 0), tokens, None, None, extra_pools=pools)
+        one.prefetch(REQUEST, tokens, None, None, extra_pools=pools)
     operation = one.prefetch_hit_queue.get(timeout=WAIT_S)
     hit = operation.storage_hit_count
     if not hit:

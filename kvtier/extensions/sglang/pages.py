@@ -29,25 +29,6 @@ tensor, or has the pieces of one head group. The order of bytes differs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """The ranks in SGLang's ``HiCacheStorageConfig``. ``replicated``: all tensor-parallel ranks
-    have the same KV. ``tp_lcm``: the common multiple of the fleet's tensor-parallel sizes, or 0."""
-
-    tp: tuple[int, int]
-    pp: tuple[int, int]
-    cp: tuple[int, int]
-    dcp: tuple[int, int]
-    replicated: bool
-    tp_lcm: int = 0
-
-    @classmethod
-    def of(cls, config: Any) -> Ranks:
-        tp, pp = (config.tp_rank, config.tp_size), (config.pp_rank, config.pp_size)
-        cp, dcp = (config.attn_cp_rank, config.attn_cp_size), (config.dcp_rank, config.dcp_size)
-        return cls(tp, pp, cp, dcp, bool(config.is_mla_model), config.tp_lcm_size or 0)
-
-
-@dataclass(frozen=True, slots=True)
 class PoolPages:
     """The pages of one host pool of one rank. ``sizes`` are the bytes of a chunk's pieces. A page
     has the ``groups`` chunks from number ``first_group`` on."""
@@ -61,30 +42,27 @@ class PoolPages:
     groups: int = 1
     first_group: int = 0
 
-    def chunks(
-        self, engine: Mapping[str, Any], ranks: Ranks, classes: Sequence[str]
-    ) -> ChunkLayout:
+    def chunks(self, engine: Mapping[str, Any], ranks: Any, classes: Sequence[str]) -> ChunkLayout:
         """Size and fingerprint of the pool's chunks. ``engine``: the identity without the pool.
-        ``classes``: names of the pool's class and of those it derives from."""
-        by_heads = self.form == "heads"
-        sharded = not ranks.replicated or any(kind in name for name in classes for kind in _SHARDED)
-        parts = {
-            **engine,
-            "arguments": {**engine["arguments"]},
-            "sglang": _FORMAT,
-            "form": self.form,
-        }
-        if by_heads:
-            parts["arguments"].pop("tp_size", None)
-        parts["ranks"] = {
-            "tp": ["heads", ranks.tp_lcm] if by_heads else [ranks.tp[1], sharded and ranks.tp[0]],
-            "pp": ranks.pp,
-            "cp": ranks.cp,
-            "dcp": ranks.dcp,
-        }
-        parts["pool"] = [self.pool, self.layout, self.dtype, self.page_tokens, *self.sizes]
-        own, tokens = fingerprint(parts), self.page_tokens
-        return ChunkLayout(own, tokens, tokens, (sum(self.sizes),), "SGLang")
+        ``ranks``: SGLang's HiCacheStorageConfig. ``classes``: names of the pool's class and of
+        those it derives from."""
+        arguments = dict(engine["arguments"])
+        sharded = not ranks.is_mla_model or any(kind in one for one in classes for kind in _SHARDED)
+        tp = [ranks.tp_size, sharded and ranks.tp_rank]
+        if self.form == "heads":
+            arguments.pop("tp_size", None)
+            tp = ["heads", ranks.tp_lcm_size]
+        others = [ranks.pp_rank, ranks.pp_size, ranks.attn_cp_rank, ranks.attn_cp_size]
+        own = fingerprint(
+            {
+                **engine,
+                "arguments": arguments,
+                "sglang": [_FORMAT, self.form],
+                "ranks": [*tp, *others, ranks.dcp_rank, ranks.dcp_size],
+                "pool": [self.pool, self.layout, self.dtype, self.page_tokens, *self.sizes],
+            }
+        )
+        return ChunkLayout(own, self.page_tokens, self.page_tokens, (sum(self.sizes),), "SGLang")
 
     def keys(self, own: bytes, hashes: Sequence[str]) -> list[ChunkKey]:
         """Keys of the pages that SGLang calls ``hashes`` (each over all tokens up to the page's
@@ -98,19 +76,19 @@ class PoolPages:
         return [all(chunks[at : at + self.groups]) for at in range(0, len(chunks), self.groups)]
 
 
-def head_groups(ranks: Ranks, layout: str, pool: str, heads: int) -> tuple[int, int]:
+def head_groups(ranks: Any, layout: str, pool: str, heads: int) -> tuple[int, int]:
     """Head groups of a page of this rank, and the number of the first. (0, 0): the pool is not kept
     by head groups. Raises ConfigError where heads cannot be divided so."""
-    if not ranks.tp_lcm or ranks.replicated or layout != "page_head" or pool != "kv":
+    lcm, size = ranks.tp_lcm_size, ranks.tp_size
+    if not lcm or ranks.is_mla_model or layout != "page_head" or pool != "kv":
         return 0, 0
-    rank, size = ranks.tp
-    groups = ranks.tp_lcm // size
-    if ranks.tp_lcm % size or heads % groups:
+    groups = lcm // size
+    if lcm % size or heads % groups:
         raise ConfigError(
-            f"tp_lcm_size={ranks.tp_lcm} with --tp-size {size}: a rank has {heads} KV heads, which "
+            f"tp_lcm_size={lcm} with --tp-size {size}: a rank has {heads} KV heads, which "
             f"are not divisible by {groups}; give a tp_lcm_size that divides the model's KV heads"
         )
-    return groups, rank * groups
+    return groups, ranks.tp_rank * groups
 
 
 def legal_ends(policy: str, held: Sequence[bool], trailing: int) -> set[int] | None:

@@ -279,7 +279,7 @@ def test_after_a_kill_9_of_what_launch_became_the_next_start_has_the_folder(fake
     ({}, ["vllm", "bench"], "the command 'vllm bench' was given: expected vllm serve"),
     ({}, [], "the command 'nothing' was given"),
     ({}, ["/none/vllm", "serve", "m"], "/none/vllm: no such program"),
-    ({}, ["/none/python", "-m", SERVER], "/none/python does not tell whether it has vLLM"),
+    ({}, ["/none/python", "-m", SERVER], "/none/python does not tell which engine it has"),
     ({"OPTION_KV_OFFLOADING_SIZE": "4"}, ["vllm", "serve", "m"],
      "OPTION_KV_OFFLOADING_SIZE asks for vLLM's own"),
     ({}, ["vllm", "serve", "m", "--kv-offloading-size", "4"],

@@ -13,7 +13,8 @@ import pytest
 
 from kvtier.cli import launch
 from kvtier.cli.checks.engine import check_command
-from kvtier.cli.sglang_command import refuse
+from kvtier.cli.sglang_command import refuse, server_ram
+from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from tests.child_process import DEADLINE_S
 from tests.unit.cli.test_launch import dist
@@ -60,7 +61,7 @@ def test_hicache_gets_the_server_that_is_named(start):
     assert words[4:7] == ["--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic"]
     extra = extra_of(words)
     assert extra["server"] == "unix:///run/a.sock" and extra["namespace"] == "team"
-    assert extra["module_path"] == "kvtier.connectors.sglang.plugin" and extra["interface_v1"]
+    assert extra["module_path"] == "kvtier.connectors.sglang"
     assert "SGLang 0.5.23; its HiCache has the server" in done.stderr
 
 
@@ -101,3 +102,19 @@ def test_a_python_without_sglang_or_kvtier_is_refused(start, home):
     assert "0.6.0 (not tested: 0.5.23 is)" in done.stderr
     done = start("doctor", "--", *SERVE)
     assert "SGLang 0.6.0" in done.stdout and "vLLM" not in done.stdout.partition("command")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "has_disk", "size", "why"),
+    [
+        ([], {}, True, 2 << 30, "a bounce for its NVMe"),
+        (["--tp-size", "4"], {}, True, 4 << 30, "4 GiB of RAM"),
+        ([], {}, False, None, "no NVMe is below it: give --hicache-host-memory-mode buffer_only"),
+        (["--hicache-host-memory-mode", "buffer_only"], {}, True, None, "its RAM is the cache"),
+        ([], {"ram_bytes": 1 << 30}, True, None, "with the RAM of"),
+    ],
+)
+def test_the_servers_ram_is_sized_for_what_sglang_keeps_itself(words, given, has_disk, size, why):
+    config = load(env={}, flags=given)
+    found, said = server_ram([*SERVE, *words], config, has_disk=has_disk)
+    assert found == size and why in said

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,14 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.lanes import Lane
 from kvtier.extensions.sglang.engine_identity import DOES_NOT, identity
-from kvtier.extensions.sglang.moves import Bounded, Pieces, Transfer
-from kvtier.extensions.sglang.pages import PoolPages, Ranks, head_groups, legal_ends
+from kvtier.extensions.sglang.moves import Pieces, Transfer
+from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
 
 ENGINE = {"arguments": {"tp_size": 2, "dtype": "auto"}, "files": {"model_path": "ab"}}
 PAGES = PoolPages("kv", "page_first", "torch.bfloat16", 64, "pieces", (512, 512))
-RANKS = Ranks((0, 2), (0, 1), (0, 1), (0, 1), replicated=False)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Of SGLang's HiCacheStorageConfig."""
+
+    tp_rank: int = 0
+    tp_size: int = 2
+    pp_rank: int = 0
+    pp_size: int = 1
+    attn_cp_rank: int = 0
+    attn_cp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    is_mla_model: bool = False
+    tp_lcm_size: int | None = None
+
+
+RANKS = Ranks()
 
 
 def own(pages=PAGES, ranks=RANKS, engine=ENGINE, classes=("MHATokenToKVPoolHost",)):
@@ -34,11 +50,11 @@ def own(pages=PAGES, ranks=RANKS, engine=ENGINE, classes=("MHATokenToKVPoolHost"
         {"pages": replace(PAGES, page_tokens=32)},
         {"pages": replace(PAGES, form="flat")},
         {"pages": replace(PAGES, sizes=(256, 768))},
-        {"ranks": replace(RANKS, tp=(1, 2))},
-        {"ranks": replace(RANKS, tp=(0, 4))},
-        {"ranks": replace(RANKS, pp=(1, 2))},
-        {"ranks": replace(RANKS, cp=(1, 2))},
-        {"ranks": replace(RANKS, dcp=(1, 2))},
+        {"ranks": replace(RANKS, tp_rank=1)},
+        {"ranks": replace(RANKS, tp_size=4)},
+        {"ranks": replace(RANKS, pp_rank=1)},
+        {"ranks": replace(RANKS, attn_cp_rank=1)},
+        {"ranks": replace(RANKS, dcp_rank=1)},
         {"engine": {**ENGINE, "files": {"model_path": "cd"}}},
         {"engine": {**ENGINE, "arguments": {"tp_size": 4, "dtype": "auto"}}},
     ],
@@ -49,17 +65,17 @@ def test_whatever_decides_bytes_is_in_the_fingerprint(other):
 
 
 def test_ranks_share_what_is_the_same_on_all_of_them():
-    one, other = (replace(RANKS, tp=(rank, 2), replicated=True) for rank in (0, 1))
+    one, other = (replace(RANKS, tp_rank=rank, is_mla_model=True) for rank in (0, 1))
     assert own(ranks=one, classes=["MLAPool"]) == own(ranks=other, classes=["MLAPool"])
     assert own(ranks=one) != own(ranks=other), "a draft with heads beside an MLA model"
     assert own(ranks=one, classes=["MLAPool"]) != own(
-        ranks=replace(one, tp=(0, 4)), classes=["MLAPool"]
+        ranks=replace(one, tp_size=4), classes=["MLAPool"]
     )
 
 
 def test_head_groups_have_one_name_in_every_size_of_a_fleet():
     def pages_of(rank, size, heads):
-        ranks = replace(RANKS, tp=(rank, size), tp_lcm=4)
+        ranks = replace(RANKS, tp_rank=rank, tp_size=size, tp_lcm_size=4)
         groups, first = head_groups(ranks, "page_head", "kv", heads)
         pages = replace(PAGES, form="heads", layout="page_head", groups=groups, first_group=first)
         engine = {**ENGINE, "arguments": {"tp_size": size}}
@@ -72,9 +88,9 @@ def test_head_groups_have_one_name_in_every_size_of_a_fleet():
     assert len(set(one.keys(name, ["a", "b"]))) == 8
     assert one.whole([True] * 4 + [True, False, True, True]) == [True, False]
     assert head_groups(RANKS, "page_head", "kv", 8) == (0, 0)
-    assert head_groups(replace(RANKS, tp_lcm=4), "page_first", "kv", 8) == (0, 0)
+    assert head_groups(replace(RANKS, tp_lcm_size=4), "page_first", "kv", 8) == (0, 0)
     with pytest.raises(ConfigError, match="3 KV heads"):
-        head_groups(replace(RANKS, tp_lcm=4), "page_head", "kv", 3)
+        head_groups(replace(RANKS, tp_lcm_size=4), "page_head", "kv", 3)
 
 
 @given(some.lists(some.booleans(), max_size=12), some.integers(0, 4))
@@ -108,20 +124,6 @@ def test_a_transfer_copies_both_ways_and_nothing_once_it_has_ended():
     assert bytes(slot) == before and set(memory.tolist()) == {7}
 
 
-def test_a_call_ends_in_time_and_raises_nothing(caplog):
-    bounded, hold = Bounded(), threading.Event()
-    lane: Lane = bounded.loads
-    assert bounded.call(lane, lambda: 1, 0, 30.0) == 1
-    assert bounded.call(lane, lambda: 1 // 0, -1, 30.0) == -1
-    assert "ZeroDivisionError" in caplog.text
-    assert bounded.call(lane, lambda: hold.wait() and 1, -1, 0.01) == -1
-    for _ in range(40):
-        bounded.call(lane, lambda: 1, -1, 0.0)
-    hold.set()
-    bounded.close()
-    assert bounded.call(lane, lambda: 1, -1, 30.0) == -1, "closed"
-
-
 def test_weights_decide_by_content_and_what_is_unknown_serves_one_start(tmp_path, monkeypatch):
     monkeypatch.setattr("kvtier.extensions.sglang.engine_identity._started", lambda: 1e18)
     model = tmp_path / "model"
@@ -131,7 +133,8 @@ def test_weights_decide_by_content_and_what_is_unknown_serves_one_start(tmp_path
     arguments = {"model_path": str(model), "load_format": "auto", "dtype": "auto", "port": 1}
     one = identity(arguments)
     assert identity({**arguments, "port": 2}) == one and "port" in DOES_NOT
-    assert identity({**arguments, "dtype": "half"}) != one
+    for name, other in (("dtype", "half"), ("context_length", 4096)):
+        assert identity({**arguments, name: other}) != one
     for change in ({"load_format": "dummy"}, {"model_path": "/nowhere/x"}, {"dtype": object()}):
         first, second = (identity({**arguments, **change}) for _ in range(2))
         assert "start" in first and first != second

@@ -1,1 +1,0 @@
-"""Where SGLang's configuration finds kvtier (:mod:`kvtier.extensions.sglang`)."""
