@@ -32,6 +32,7 @@ class SimFile:
     def __init__(self) -> None:
         self.data = bytearray()
         self.unsynced: dict[int, list[bytes]] = {}
+        self.locked_by: Process | None = None
 
     def write(self, at: int, data: bytes) -> None:
         for sector in range(at // SECTOR, -(-(at + len(data)) // SECTOR)):
@@ -68,20 +69,19 @@ class SimFile:
 
 
 class Handle:
-    def __init__(self, file: SimFile | None, process: Process | None) -> None:
-        self.file = file
-        self.process = process
+    def __init__(self, folder: str, file: SimFile | None, process: Process | None) -> None:
+        self.folder, self.file, self.process = folder, file, process
 
 
 class SimDisk:
-    """Files by name, and the ``os`` and ``fcntl`` that reach them. The medium outlives
-    processes."""
+    """Files by folder and name, and the ``os`` and ``fcntl`` that reach them. The medium outlives
+    processes. Each folder is a disk: ``fates`` has those that fail, hang or vanish as a whole."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.files: dict[str, SimFile] = {}
+        self.files: dict[tuple[str, str], SimFile] = {}
         self.handles: dict[int, Handle] = {}
-        self.locked_by: Process | None = None
+        self.fates: dict[str, str] = {}
         self.lost_sectors = 0
 
     def power_cut(self) -> None:
@@ -96,6 +96,18 @@ class SimDisk:
             if len(file.data) > 4096 and self.world.fault("bit rot"):
                 file.data[rng.randrange(4096, len(file.data))] ^= 1 << rng.randrange(8)
 
+    def strike(self, folder: str) -> None:
+        fate = self.world.rng.choice(("fails", "hangs", "vanishes"))
+        self.world.say(f"{folder} {fate}")
+        self.world.injected[f"a disk {fate}"] += 1
+        self.fates[folder] = fate
+
+    def mend(self, folder: str) -> None:
+        self.world.say(f"{folder} is well")
+        if self.fates.pop(folder) == "vanishes" and self.world.rng.random() < 0.5:
+            self.world.injected["a disk comes back empty"] += 1
+            self.files = {place: file for place, file in self.files.items() if place[0] != folder}
+
     # ---- os --------------------------------------------------------------------------------------
 
     def _handle(self, fd: int, what: str) -> SimFile:
@@ -105,17 +117,28 @@ class SimDisk:
             raise OSError(errno.EBADF, "closed")
         if self.world.fault("disk slow"):
             self.world.sleep(self.world.rng.choice((0.05, 1.0, 20.0)), handle.process)
+        while self.fates.get(handle.folder) == "hangs":
+            self.world.sleep(0.5, handle.process)
+        if self.fates.get(handle.folder) == "fails":
+            self.world.current.failed = True
+            raise OSError(errno.EIO, "simulated")
         return handle.file
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        name = os.fspath(path)
-        if name != os.devnull and name not in self.files and not flags & os.O_CREAT:
+        number, process = next(_NUMBERS), self.world.making
+        if dir_fd is None:
+            self.handles[number] = Handle("", None, process)  # the null device
+            return number
+        folder, name = Path(os.readlink(f"/proc/self/fd/{dir_fd}")).name, os.fspath(path)
+        if self.fates.get(folder) == "fails":
+            raise OSError(errno.EIO, "simulated", name)
+        there = (folder, name) in self.files
+        if self.fates.get(folder) == "vanishes" or not (there or flags & os.O_CREAT):
             raise FileNotFoundError(errno.ENOENT, "simulated", name)
-        if name in self.files and flags & os.O_EXCL:
+        if there and flags & os.O_EXCL:
             raise FileExistsError(errno.EEXIST, "simulated", name)
-        file = None if name == os.devnull else self.files.setdefault(name, SimFile())
-        number = next(_NUMBERS)
-        self.handles[number] = Handle(file, self.world.opening)
+        file = self.files.setdefault((folder, name), SimFile())
+        self.handles[number] = Handle(folder, file, process)
         return number
 
     def close(self, fd: int) -> None:
@@ -125,13 +148,15 @@ class SimDisk:
             os.close(fd)
 
     def dup2(self, fd: int, fd2: int, inheritable: bool = True) -> int:
+        if (closed := self.handles[fd2].file) is not None:
+            closed.locked_by = None
         self.handles[fd2].file = self.handles[fd].file
-        self.locked_by = None
         return fd2
 
     def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
         """In two halves, with steps between: the memory is read when the bytes go, as a device does
         it."""
+        self.world.current.failed = False  # of several disks another one may have failed before
         file, world, process = self._handle(fd, "disk write"), self.world, self.handles[fd].process
         if world.fault("disk write fails"):
             world.current.failed = True
@@ -202,8 +227,13 @@ class SimDisk:
         return self._state(self.handles[fd].file)
 
     def stat(self, path: Any, *, follow_symlinks: bool = True) -> SimpleNamespace:
-        """Nobody removes the files."""
-        return self._state(self.files[Path(path).name])
+        """Of a folder, or of a file in it."""
+        place = Path(path)
+        folder = place.parent if place.suffix else place
+        file = self.files.get((folder.name, place.name))
+        if self.fates.get(folder.name) == "vanishes" or (place.suffix and file is None):
+            raise FileNotFoundError(errno.ENOENT, "simulated", str(path))
+        return self._state(file)
 
     def _state(self, file: SimFile | None) -> SimpleNamespace:
         size = len(file.data) if file else 0
@@ -232,7 +262,8 @@ class SimDisk:
     LOCK_EX, LOCK_NB = 2, 4
 
     def flock(self, fd: int, flags: int) -> None:
-        owner = self.handles[fd].process
-        if self.locked_by is not None and self.locked_by is not owner and not self.locked_by.dead:
+        owner, file = self.handles[fd].process, self.handles[fd].file
+        assert file is not None
+        if file.locked_by is not None and file.locked_by is not owner and not file.locked_by.dead:
             raise BlockingIOError(errno.EWOULDBLOCK, "locked")
-        self.locked_by = owner
+        file.locked_by = owner

@@ -118,6 +118,11 @@ class World:
         self.main = self.current = Task("main", None, baton)
         self.tasks = [self.main]
 
+    @property
+    def making(self) -> Process | None:
+        """The process of what is made now."""
+        return self.opening or self.current.process
+
     # ---- for product code, through the primitives below ------------------------------------------
 
     def step(self, process: Process | None, what: str) -> None:
@@ -278,7 +283,7 @@ class Lock:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.process = world.opening
+        self.process = world.making
         self.owner: Task | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:

@@ -7,7 +7,8 @@ runs many.
 A seed draws a machine (slots, tiers, lanes, quotas), engines, faults and deaths. Engines save
 chunks whose bytes follow from their key alone, load, hold leases long, forget, clear and die.
 Servers die between any two steps and open again on what their media kept. Other servers use the
-shared media. After every step that may have changed something:
+shared media. An NVMe tier is one folder or a set of 1, 2 or 5 unequal disks, of which each fails,
+hangs, vanishes and comes back, maybe empty. After every step that may have changed something:
 
 - Every READY chunk, and every byte under an open load lease, is exactly what was computed for its
   key.
@@ -17,8 +18,9 @@ shared media. After every step that may have changed something:
   keys bound.
 
 A kill (no power cut, no fault) loses nothing that was stored and brings back nothing that was
-deleted. At rest: nothing is FILLING, pinned, being written or deleted. NVMe and index agree. After
-faults end every tier can be filled to its capacity again. A clear leaves nothing behind. A close
+deleted. At rest: nothing is FILLING, pinned, being written or deleted. NVMe and index agree, also
+while disks are left alone. After faults end every disk is back, and every tier can be filled to its
+capacity again. A clear leaves nothing behind. A close
 ends in time.
 """
 
@@ -29,6 +31,7 @@ import atexit
 import logging
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -40,8 +43,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import kvtier.tiers.nvme.disk_set
 import kvtier.tiers.nvme.files
 import kvtier.tiers.nvme.folder
+import kvtier.tiers.nvme.set_disk
 import kvtier.tiers.own_folder
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
@@ -57,6 +62,7 @@ from kvtier.store.store import Store
 from kvtier.tiers.away.object_layout import ObjectForm
 from kvtier.tiers.away.object_layout import room as object_room
 from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
@@ -87,9 +93,9 @@ CLOSE_S = 2.0
 
 @lru_cache(maxsize=1)
 def folder() -> Path:
-    """An empty folder that exists. The simulated files are beside it in name only."""
+    """A folder with an empty one for each disk. The simulated files are there in name only."""
     path = Path(tempfile.mkdtemp(prefix="kvtier-simulation-"))
-    atexit.register(path.rmdir)
+    atexit.register(shutil.rmtree, path)
     return path
 
 
@@ -126,6 +132,11 @@ class Simulation:
         """Of tiers of our own: when they are written, and how much: a chunk, then one in six
         minutes."""
         self.setting = rng.choice((LRU_SETTING, *SETTINGS))
+        disks = min(rng.choice((0, 0, 1, 2, 5)) if "nvme" in self.kinds else 0, self.capacity)
+        ends = [*sorted(rng.sample(range(1, self.capacity), max(0, disks - 1))), self.capacity]
+        self.set = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        """Capacity of each disk of a set. Empty: the NVMe tier is one folder, and no set."""
+        self.set = self.set if disks else []
         self.disk, self.redis, self.bucket = SimDisk(world), SimRedis(world), SimObjects(world)
         self.media = {
             name: Medium(world, self.capacity, shared=name == "shared")
@@ -137,7 +148,8 @@ class Simulation:
         self.store: Store | None = None
         self.lanes: list[Lane] = []
         self.tiers: list[Watched] = []
-        self.disks: list[NvmeTier] = []
+        self.nvme: list[NvmeTier] = []
+        """All there were."""
         self.process: Process | None = None
         self.opened = 0
         world.observe, world.ring = self.observe, self.crash
@@ -168,6 +180,8 @@ class Simulation:
                 raise ViolationError(f"a work of lane {lane.name} raised")
         if len(self.media["plain"].held) > self.capacity:
             raise ViolationError("the tier holds more than its capacity")
+        if self.set and any(disk.calls > disk.most_calls for disk in self.disks().disks):
+            raise ViolationError("a disk has more calls than its most")
 
     def verify(self, lease: LoadLease) -> None:
         """No byte is served that was not computed for its key."""
@@ -190,6 +204,7 @@ class Simulation:
                 self.events["opening refused"] += 1
                 self.world.kill(process)
                 self.world.fault_rate = 0.0
+                self.mend("fails", "vanishes")
             finally:
                 self.world.opening = None
 
@@ -215,11 +230,14 @@ class Simulation:
         )
 
     def tier(self, kind: str) -> Tier:
+        if kind == "nvme" and not self.set:
+            return self.nvme_tier(folder() / "disk0", _room(self.capacity), SLOT)
         if kind == "nvme":
-            self.disks.append(
-                NvmeTier(folder(), table_bytes(self.capacity) + self.capacity * SLOT, SLOT)
-            )
-            return self.disks[-1]
+            places = [
+                DiskPlace(folder() / f"disk{at}", _room(slots), self.world.rng.randint(1, 2))
+                for at, slots in enumerate(self.set)
+            ]
+            return DiskSet(places, SLOT, clock=Time(self.world).monotonic)
         if kind == "redis":
             link: Any = SimLink(self.world, self.redis)
             clock = Time(self.world).monotonic
@@ -229,6 +247,22 @@ class Simulation:
             clock, bytes_ = Time(self.world).monotonic, self.capacity * object_room(SLOT)
             return ObjectTier(bucket, OBJECT_FORM, bytes_, SLOT, clock)
         return SimTier(self.world, self.media[kind], kind)
+
+    def nvme_tier(self, *given: Any, **more: Any) -> NvmeTier:
+        self.nvme.append(NvmeTier(*given, **more))
+        return self.nvme[-1]
+
+    def disks(self) -> DiskSet:
+        """The set of the server that runs, or ran last."""
+        tier = self.tiers[self.kinds.index("nvme")].inner
+        assert isinstance(tier, DiskSet)
+        return tier
+
+    def nvme_now(self) -> list[NvmeTier]:
+        """Its one NVMe tier, or those of its disks that are not left alone."""
+        if self.set:
+            return [disk.well_tier for disk in self.disks().disks if not disk.away]
+        return self.nvme[-1:]
 
     def running(self) -> Store:
         assert self.store is not None
@@ -259,6 +293,7 @@ class Simulation:
             self.disk.power_cut()
             for medium in self.media.values():
                 medium.power_cut()
+        self.mend("hangs")
         self.open()
         if not closed and not self.events["power cuts"] and not self.world.injected:
             found, (held, moving) = self.on_disk()[0], before
@@ -270,12 +305,13 @@ class Simulation:
         none."""
         if "nvme" not in self.kinds:
             return set(), set()
-        return set(self.disks[-1]._places), self.tiers[self.kinds.index("nvme")].moving
+        held = set[ChunkKey]().union(*(tier._places for tier in self.nvme_now()))
+        return held, self.tiers[self.kinds.index("nvme")].moving
 
     def let_go(self) -> None:
         """No simulated descriptor may outlive the simulated ``os``."""
         self.world.failure = self.store = None
-        for tier in self.disks:
+        for tier in self.nvme:
             tier._files._index = tier._files._payload = tier._files._null = -1
         for lane in self.lanes:
             for queue in lane._queues.values():
@@ -334,18 +370,31 @@ class Simulation:
                 self.bucket.held.pop(OBJECT_FORM.name(keys[-1]), None)
 
     def rot(self) -> None:
+        if self.rate and self.set and self.world.rng.random() < 0.1:
+            folder = f"disk{self.world.rng.randrange(len(self.set))}"
+            (self.disk.mend if folder in self.disk.fates else self.disk.strike)(folder)
         self.disk.rot()
         self.redis.evict()
         self.bucket.expire()
         for medium in self.media.values():
             medium.rot()
 
+    def mend(self, *fates: str) -> None:
+        for folder, fate in list(self.disk.fates.items()):
+            if fate in fates:
+                self.disk.mend(folder)
+
     def rest(self) -> None:
-        """Faults end, everybody is done: nothing is left in between."""
+        """Faults end, everybody is done: nothing is left in between. Disks that failed are left
+        alone, and come back."""
         world, store = self.world, self.running()
         world.fault_rate = 0.0
         self.redis.away_until = self.bucket.away_until = 0.0
+        self.mend("hangs")
         world.settle()
+        if self.set:
+            self.sweep(store)
+            self.come_back(store)
         self.idle(store)
         if not world.injected and not self.events["crashes"] and "plain" in self.kinds:
             held = store.stats()["plain_held"]
@@ -353,6 +402,29 @@ class Simulation:
                 raise ViolationError(
                     f"the tier holds {len(self.media['plain'].held)} chunks, the index {held}"
                 )
+
+    def come_back(self, store: Store) -> None:
+        self.mend("fails", "vanishes")
+        self.lanes[self.kinds.index("nvme")].submit(self.touch)
+        self.sweep(store)
+        self.world.sleep(120.0)
+        self.sweep(store)
+        if (tier := self.disks()).nodes_away or tier.owed:
+            raise ViolationError(f"not back: {tier.nodes_away}, {tier.owed} deletions owed")
+
+    def touch(self) -> None:
+        """A folder that was replaced is noticed when it is used."""
+        for disk in self.disks().disks:
+            if disk.tier is not None:
+                disk.tier.works()
+
+    def sweep(self, store: Store) -> None:
+        """What disks that are left alone had is not told of any more, nor is their room."""
+        lower = store.lower[self.kinds.index("nvme")]
+        self.world.settle()
+        lower.lane.submit(lower.sweep)
+        self.world.settle()
+        self.idle(store)
 
     def idle(self, store: Store) -> None:
         self.world.quiet = True
@@ -371,28 +443,33 @@ class Simulation:
                     "an owner's own order is not the part of all that is the owner's"
                 )
         if "nvme" in self.kinds:
-            tier, known = self.disks[-1], set(directory.tiers[self.kinds.index("nvme")].order)
-            if known != set(tier._places) or len(tier._places) + len(tier._free) != tier.capacity:
+            index, tiers = directory.tiers[self.kinds.index("nvme")], self.nvme_now()
+            known, held = sorted(index.order), sorted(key for each in tiers for key in each._places)
+            free, room = sum(map(len, (each._free for each in tiers))), index.capacity
+            if (
+                known != held
+                or not len(held) + free == sum(each.capacity for each in tiers) == room
+            ):
                 raise ViolationError(
-                    f"NVMe: {len(tier._places)} held and {len(tier._free)} free of "
-                    f"{tier.capacity}, {len(known)} known"
+                    f"NVMe: {len(held)} held and {free} free of {room}, {len(known)} known"
                 )
-            owners = directory.tiers[self.kinds.index("nvme")].order.owner
+            owners = self.tiers[self.kinds.index("nvme")].owners(known)
             if any(
-                owners(key) != whose
-                for key, whose in zip(known, tier.owners(list(known)), strict=True)
+                index.order.owner(key) != whose for key, whose in zip(known, owners, strict=True)
             ):
                 raise ViolationError("NVMe: the disk says other owners than the index")
 
     def close_in_the_middle(self) -> None:
         """A close among queued work and slow I/O ends in its time."""
+        self.mend("hangs")
         store, begun = self.running(), self.world.now
         self.loads.clear()
         self.store = None
         store.close(CLOSE_S)
         took = self.world.now - begun
         # Each tier's own end is one table of records: a few I/Os, each of which may be slow.
-        if took > CLOSE_S * len(self.kinds) + 100 * len(self.kinds) + 1.0:
+        tables = len(self.kinds) + len(self.set)
+        if took > CLOSE_S * len(self.kinds) + 100 * tables + 1.0:
             raise ViolationError(f"close({CLOSE_S}) took {took:.1f} s")
         self.events["closed in the middle"] += 1
         assert self.process is not None
@@ -458,6 +535,10 @@ class Simulation:
         self.events["filled again"] += 1
 
 
+def _room(slots: int) -> int:
+    return table_bytes(slots) + slots * SLOT
+
+
 def _check(key: ChunkKey) -> int:
     from xxhash import xxh3_64_intdigest
 
@@ -473,11 +554,14 @@ def replaced(sim: Simulation) -> Iterator[None]:
     for module in modules:
         before += [(module, name, vars(module)[name]) for name in stand_ins if name in vars(module)]
     files: Any = kvtier.tiers.nvme.files
-    folders: list[Any] = [kvtier.tiers.own_folder, kvtier.tiers.nvme.folder]
+    nvme: Any = kvtier.tiers.nvme
     before += [(files, "os", files.os), (files, "fcntl", files.fcntl)]
-    before += [(folder, "os", folder.os) for folder in folders]
+    for module in (kvtier.tiers.own_folder, nvme.folder, nvme.set_disk):
+        before.append((module, "os", vars(module)["os"]))
     before.append((files, "holders_of_removed", files.holders_of_removed))
     stand_ins["holders_of_removed"] = lambda path: []
+    before.append((nvme.disk_set, "NvmeTier", NvmeTier))
+    stand_ins["NvmeTier"] = sim.nvme_tier
     for module, name, _ in before:
         setattr(module, name, stand_ins.get(name, sim.disk))
     try:
