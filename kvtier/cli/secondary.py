@@ -22,12 +22,8 @@ def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
     """vLLM's ``--kv-transfer-config`` for its own pool of ``pool_bytes`` above ``server``."""
     entry = {"type": _TIER, "module_path": "kvtier.connectors.vllm_tier", "server": server}
     entry |= passed(config)
-    extra = {
-        "spec_name": "TieringOffloadingSpec",
-        _POOL: pool_bytes,
-        "block_size": config.engine.chunk_tokens,
-        "secondary_tiers": [entry],
-    }
+    extra = {"spec_name": "TieringOffloadingSpec", _POOL: pool_bytes}
+    extra |= {"block_size": config.engine.chunk_tokens, "secondary_tiers": [entry]}
     return {"kv_connector": OFFLOADING, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
@@ -36,23 +32,14 @@ def passed(config: Config) -> dict[str, Any]:
     return {key: config.value(key) for key in _PASSED if key in config.sources}
 
 
-def has_tier(transfer: Mapping[str, Any]) -> bool:
-    """Whether a ``--kv-transfer-config`` names kvtier's tier."""
-    tiers = _extra(transfer).get("secondary_tiers")
-    entries = tiers if isinstance(tiers, list) else []
-    return any(isinstance(one, Mapping) and one.get("type") == _TIER for one in entries)
-
-
 def said(transfer: Mapping[str, Any]) -> str:
-    """A log line about such a command."""
-    pool = _extra(transfer).get(_POOL)
+    """A log line about a ``--kv-transfer-config`` that names kvtier's tier. Empty: another one."""
+    extra = transfer.get("kv_connector_extra_config")
+    if not isinstance(extra, Mapping) or f"'{_TIER}'" not in str(extra.get("secondary_tiers")):
+        return ""
+    pool = extra.get(_POOL)
     size = size_text(pool) if isinstance(pool, int) else "no size"
     return (
         f"{OFFLOADING} over kvtier's server: vLLM brings back no more of a prompt than its own "
         f"pool holds ({_POOL}, {size}), however large the tiers below it are"
     )
-
-
-def _extra(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra = transfer.get("kv_connector_extra_config")
-    return extra if isinstance(extra, Mapping) else {}

@@ -78,8 +78,8 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
         return [f"{CONNECTOR} as the command says"]
     if name == LMCACHE and replaces:
         return [f"{CONNECTOR} in the place of {LMCACHE}"]
-    if secondary.has_tier(given):
-        return [secondary.said(given)]
+    if line := secondary.said(given):
+        return [line]
     if _is_beside(given):
         others = ", ".join(child for child in _children(given) if child != CONNECTOR) or "no other"
         return [f"{CONNECTOR} beside {others}", *_failing(given)]

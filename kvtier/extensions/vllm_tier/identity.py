@@ -9,16 +9,18 @@ word is part of it, and what is kept is of use to this start of the engine alone
 from __future__ import annotations
 
 import sys
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 from kvtier.connectors.vllm.identity import identity, is_local, start_word
 
 _FORMAT = 1
 _MOST_FRAMES = 16
-_TOPOLOGY = {
-    "parallel_config": ("tensor_parallel_size", "disable_custom_all_reduce"),
-    "pass_config": ("enable_sp", "fuse_gemm_comms", "fuse_allreduce_rms"),
-}
+_TOPOLOGY = (
+    *("tensor_parallel_size", "disable_custom_all_reduce"),
+    *("enable_sp", "fuse_gemm_comms", "fuse_allreduce_rms"),
+)
 """Fields that follow from how many GPUs share a layer."""
 
 
@@ -35,7 +37,7 @@ def engine_identity(spec: Any) -> dict[str, Any]:
     parallel = config.parallel
     is_free = config.canonical_layout and parallel.is_parallelism_agnostic
     if is_free:
-        _forget_topology(engine["config"])
+        engine["config"] = _without_topology(engine["config"])
     sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
     return {
         "vllm_tier": _FORMAT,
@@ -54,15 +56,9 @@ def engine_identity(spec: Any) -> dict[str, Any]:
 def _vllm_config() -> Any:
     """vLLM gives a tier a digest of its configuration, without what names the model's content. The
     whole is in the hands of the caller that makes the tiers."""
-    frame = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        found = frame.f_locals.get("vllm_config")
-        if hasattr(found, "model_config"):
-            return found
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
+    frames = islice(walk_stack(sys._getframe()), _MOST_FRAMES)
+    found = (frame.f_locals.get("vllm_config") for frame, _ in frames)
+    return next((one for one in found if hasattr(one, "model_config")), None)
 
 
 def _unnamed(vllm_config: Any) -> str:
@@ -79,12 +75,10 @@ def _unnamed(vllm_config: Any) -> str:
     return ""
 
 
-def _forget_topology(config: Any) -> None:
-    if isinstance(config, dict):
-        for name, inner in config.items():
-            for field in _TOPOLOGY.get(name, ()) if isinstance(inner, dict) else ():
-                inner.pop(field, None)
-            _forget_topology(inner)
+def _without_topology(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_topology(one) for name, one in config.items() if name not in _TOPOLOGY}
 
 
 def _hardware() -> str:

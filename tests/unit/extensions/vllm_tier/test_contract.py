@@ -14,7 +14,6 @@ import pytest
 
 from kvtier.connectors import vllm_tier as entry
 from kvtier.core.errors import ConfigError
-from kvtier.extensions import vllm_tier
 from kvtier.extensions.cache_server import Attached
 from tests.child_process import wait_for
 from tests.unit.extensions.vllm_tier.tiering import (
@@ -162,7 +161,7 @@ def test_an_unknown_key_is_refused_by_its_name(model, server, tmp_path) -> None:
 
 
 def test_a_vllm_that_was_not_tested_is_refused_in_words(monkeypatch) -> None:
-    monkeypatch.setattr(vllm_tier, "running", lambda: "0.34.0")
+    monkeypatch.setattr(entry, "running", lambda: "0.34.0")
     with pytest.raises(ConfigError, match=r"vLLM 0\.34\.0: KVTierTier is tested with 0\.32 and"):
         _ = entry.KVTierTier
 
