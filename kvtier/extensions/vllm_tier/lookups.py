@@ -52,7 +52,7 @@ class Lookups:
         return False
 
     def questions(self) -> list[Question]:
-        """What is to be asked now: a run for each request and cache group."""
+        """Runs that are to be asked for now: one for each request and cache group."""
         questions, self._questions = self._questions, {}
         return [(request, keys) for (request, _), keys in questions.items()]
 
