@@ -11,6 +11,8 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtier.bench.report import Row, print_rows, write_results
+
 Arm = TypeVar("Arm")
 Presets = Mapping[str, Mapping[str, Any]]
 """Shapes of a workload that have a name: their values by field."""
@@ -23,6 +25,28 @@ def described(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def run_micro(
+    name: str,
+    about: str | None,
+    rounds: int,
+    measure: Callable[[argparse.Namespace], Sequence[Row]],
+    *more: str,
+    facts: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
+    """Measure one part by itself, print its rows and write them. ``rounds``: by default. ``more``:
+    flags that have a text. ``facts``: more keys of the results."""
+    parser = described(about)
+    parser.add_argument("--rounds", type=positive, default=rounds)
+    default = f"bench/results/{name}.json"
+    parser.add_argument("--output", "--out", metavar="FILE", default=default)
+    for flag in more:
+        parser.add_argument(flag)
+    given = parser.parse_args()
+    rows = measure(given)
+    print_rows(rows)
+    write_results(given.output, name, rows, **facts())
 
 
 def add_run_flags(

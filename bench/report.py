@@ -60,6 +60,20 @@ def mean_row(name: str, values: Sequence[float], unit: str, *beside: float | Non
     return _row(name, statistics.fmean(values), unit, values, beside)
 
 
+def against(
+    name: str,
+    values: Sequence[float],
+    reference: Sequence[float],
+    share: float | None = None,
+    unit: str = "GB/s",
+) -> Row:
+    """The median, and that of the ratios to ``reference`` in the same rounds. ``share``: the part
+    of the reference that the project asks for."""
+    ratio = statistics.median(one / of for one, of in zip(values, reference, strict=True))
+    asked = None if share is None else share * statistics.median(reference)
+    return median_row(name, values, unit, asked, ratio)
+
+
 def _row(
     name: str, middle: float, unit: str, values: Sequence[float], beside: Sequence[float | None]
 ) -> Row:

@@ -12,8 +12,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, against, measure
-from kvtier.bench.report import Row, median_row, print_rows
+from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, measure
+from kvtier.bench.report import Row, against, median_row, print_rows
 from kvtier.core.pool import Pool
 from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.blocks import nothing

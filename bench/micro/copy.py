@@ -1,6 +1,6 @@
 """How near saves and loads on CPU tensors come to a plain memcpy of the same bytes.
 
-    python -m kvtier.bench.micro.copy [--out FILE]
+    python -m kvtier.bench.micro.copy
 
 The engine's side is one allocation ``[layer, block, row]`` as vLLM's CPU backend makes it. The
 slots are a populated :class:`~kvtier.core.pool.Pool`. Both have at least 512 MiB, so that no CPU
@@ -14,23 +14,25 @@ machine does not count. ``bench/NOTES.md`` has the other ways that were tried.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Protocol
 
 import torch
 
-from kvtier.bench.flags import described
-from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.bench.flags import run_micro
+from kvtier.bench.report import Row, against, median_row
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
 
 CHUNK_TOKENS = 256
+_MIB = 576
+"""Of slots, and as many of blocks."""
 SHARES = {16: 0.45, 128: 0.70}
 """Goals by block size: the share of memcpy's bandwidth."""
 Work = Callable[[], None]
@@ -146,16 +148,8 @@ def measure(
     return seen
 
 
-def against(
-    name: str, values: Sequence[float], reference: Sequence[float], share: float | None = None
-) -> Row:
-    """``values`` with their ratios to ``reference`` of the same rounds."""
-    ratio = median(mine / theirs for mine, theirs in zip(values, reference, strict=True))
-    return median_row(name, values, "GB/s", share and share * median(reference), ratio)
-
-
-def measure_geometry(geometry: Geometry, megabytes: int, rounds: int) -> list[Row]:
-    bench = Bench(geometry, megabytes)
+def measure_geometry(geometry: Geometry, rounds: int) -> list[Row]:
+    bench = Bench(geometry, _MIB)
     bench.check()
     works: dict[str, Work] = {
         "memcpy to slots": bench.memcpy(to_slots=True),
@@ -170,24 +164,13 @@ def measure_geometry(geometry: Geometry, megabytes: int, rounds: int) -> list[Ro
     rows = [median_row(f"{name}: {what}", seen[what], "GB/s") for what in list(works)[:2]]
     rows.append(against(f"{name}: save (ratio to memcpy)", save, to_slots, share))
     rows.append(against(f"{name}: load (ratio to memcpy)", load, from_slots, share))
-    print_rows(rows)
     return rows
 
 
-def main() -> None:
-    parser = described(__doc__)
-    parser.add_argument(
-        "--megabytes", type=int, default=576, help="bytes of slots, and as many of blocks"
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", default="bench/results/copy.json")
-    given = parser.parse_args()
+def rows_of(given: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    for geometry in (*GQA, *MLA):
-        rows += measure_geometry(geometry, given.megabytes, given.rounds)
-    write_results(given.out, "copy", rows)
+    return [row for geometry in (*GQA, *MLA) for row in measure_geometry(geometry, given.rounds)]
 
 
 if __name__ == "__main__":
-    main()
+    run_micro("copy", __doc__, 9, rows_of)

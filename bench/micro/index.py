@@ -13,15 +13,15 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 
-from kvtier.bench.flags import described
-from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.bench.flags import run_micro
+from kvtier.bench.report import Row, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 
-TOKENS, CHUNK, SLOT = 32_768, 256, 4096
+TOKENS, CHUNK, CHUNKS, SLOT = 32_768, 256, 50_048, 4096
 OWNER = 1 << 127
 LAYOUT = ChunkLayout(fingerprint({"benchmark": "index"}), CHUNK, 16, (16,))
 
@@ -57,11 +57,11 @@ def lookup_rows(rounds: int) -> list[Row]:
     ]
 
 
-def memory_rows(chunks: int) -> list[Row]:
-    """Memory of the index after ``chunks`` chunks were saved. Slots are empty pages, which are not
-    counted."""
+def memory_rows() -> list[Row]:
+    """Memory of the index after :data:`CHUNKS` chunks were saved. Slots are empty pages, which are
+    not counted."""
     draw = random.Random(2)
-    runs = [LAYOUT.keys(prompt(draw)) for _ in range(chunks * CHUNK // TOKENS)]
+    runs = [LAYOUT.keys(prompt(draw)) for _ in range(CHUNKS * CHUNK // TOKENS)]
     tracemalloc.start()
     held = [[ChunkKey(bytes(bytearray(key))) for key in run] for run in runs]
     del runs
@@ -94,16 +94,5 @@ class _Nothing(DictTier):
         return True
 
 
-def main() -> None:
-    parser = described(__doc__)
-    parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--chunks", type=int, default=50_048)
-    parser.add_argument("--output", default="bench/results/index.json")
-    arguments = parser.parse_args()
-    rows = lookup_rows(arguments.rounds) + memory_rows(arguments.chunks)
-    write_results(arguments.output, "index", rows)
-    print_rows(rows)
-
-
 if __name__ == "__main__":
-    main()
+    run_micro("index", __doc__, 500, lambda given: lookup_rows(given.rounds) + memory_rows())

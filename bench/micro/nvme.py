@@ -25,7 +25,6 @@ import os
 import resource
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -35,18 +34,18 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.bench.flags import described
-from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.bench.flags import run_micro
+from kvtier.bench.report import Row, against, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.nvme.tier import NvmeTier
 
-_BUFFERS = 16
+BUFFERS, CHUNK_BYTES, CHUNKS = 16, 7 << 20, 64
 _COPIED = "small pages"
 _SHARES = {"default": (0.60, 0.85, 0.7), _COPIED: (None, None, None)}
 """Where chunks lie, and what the project asks for: shares of the raw disk's write and read, and of
 the CPU time with a copy."""
-_RECOVERY_S = 2.0
+_RECOVERY_S, _RECOVERED_CHUNKS = 2.0, 100_000
 _TINY = 4096
 _RUN = 128
 Work = Callable[[int, memoryview], None]
@@ -128,15 +127,16 @@ class Way(NamedTuple):
     before: Callable[[], object] = bool
 
 
-def bandwidth(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
+def bandwidth(folder: Path, rounds: int, threads: int) -> list[Row]:
+    chunk_bytes, chunks = CHUNK_BYTES, CHUNKS
     with ExitStack() as ends:
-        pool = ends.enter_context(closing(Pool(_BUFFERS, chunk_bytes)))
-        pool.populate(0, _BUFFERS)
-        default = [pool.view(slot) for slot in range(_BUFFERS)]
+        pool = ends.enter_context(closing(Pool(BUFFERS, chunk_bytes)))
+        pool.populate(0, BUFFERS)
+        default = [pool.view(slot) for slot in range(BUFFERS)]
         for buffer in default:
             buffer[:] = os.urandom(chunk_bytes)
-        kinds = {"default": default, _COPIED: make_buffers(_BUFFERS, chunk_bytes)}
-        keys, best = make_keys(chunks), make_buffers(_BUFFERS, chunk_bytes, huge=True)
+        kinds = {"default": default, _COPIED: make_buffers(BUFFERS, chunk_bytes)}
+        keys, best = make_keys(chunks), make_buffers(BUFFERS, chunk_bytes, huge=True)
         folder.mkdir()
         tier = NvmeTier(
             folder / "tier",
@@ -194,26 +194,21 @@ def _cpu_seconds() -> float:
 def _rows(name: str, seen: dict[str, list[Turn]], at: int) -> Iterator[Row]:
     """``at``: the index in what the project asks for, 0 for writes and 1 for reads."""
     raw = [turn.speed for turn in seen["raw"]]
-    limit = statistics.median(raw)
     yield median_row(f"raw O_DIRECT {name}", raw, "GB/s")
     copied = [turn.cpu for turn in seen[_COPIED]]
     for kind, shares in _SHARES.items():
         label, share = f"NvmeTier {name}, {kind}", shares[at]
         speeds, cpu = [turn.speed for turn in seen[kind]], [turn.cpu for turn in seen[kind]]
-        ratio = statistics.median(speed / of for speed, of in zip(speeds, raw, strict=True))
-        asked = share and share * limit
-        yield median_row(f"{label} (ratio to raw)", speeds, "GB/s", asked, ratio)
-        ratio = statistics.median(one / of for one, of in zip(cpu, copied, strict=True))
-        asked = shares[2] and shares[2] * statistics.median(copied)
-        yield median_row(f"{label}: CPU a GiB (ratio to {_COPIED})", cpu, "s", asked, ratio)
+        yield against(f"{label} (ratio to raw)", speeds, raw, share)
+        yield against(f"{label}: CPU a GiB (ratio to {_COPIED})", cpu, copied, shares[2], "s")
 
 
-def recovery(folder: Path, chunks: int) -> Row:
+def recovery(folder: Path) -> Row:
     """Another process fills the tier and is killed."""
-    where = folder / "recovery"
-    fill = [sys.executable, "-m", "kvtier.bench.micro.nvme", "--fill", str(where)]
-    fill += ["--keys", str(chunks)]
-    expect(subprocess.run(fill, check=False).returncode == -signal.SIGKILL)
+    where, chunks = folder / "recovery", _RECOVERED_CHUNKS
+    code = f"from kvtier.bench.micro import nvme; nvme.fill_and_die({str(where)!r}, {chunks})"
+    filled = subprocess.run([sys.executable, "-c", code], check=False)
+    expect(filled.returncode == -signal.SIGKILL)
     with (where / "index.kvtier").open("rb") as table:
         os.fsync(table.fileno())
         os.posix_fadvise(table.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -226,8 +221,8 @@ def recovery(folder: Path, chunks: int) -> Row:
     return Row(f"recovery of {chunks:,} chunks after kill -9", took, "s", _RECOVERY_S)
 
 
-def fill_and_die(where: Path, chunks: int) -> None:
-    tier = _tiny_tier(where, chunks)
+def fill_and_die(where: str, chunks: int) -> None:
+    tier = _tiny_tier(Path(where), chunks)
     buffer = make_buffers(1, _TINY)[0]
     for key in make_keys(chunks):
         expect(tier.write(key, buffer))
@@ -245,44 +240,24 @@ def _tiny_tier(where: Path, chunks: int) -> NvmeTier:
     return NvmeTier(where, chunks * (_TINY + 128) + (1 << 20), _TINY)
 
 
-def disk_flags(about: str | None, name: str, threads: list[int]) -> argparse.ArgumentParser:
-    """The parser of a benchmark that writes chunks to a folder and its results to ``name``.json."""
-    parser = described(about)
-    parser.add_argument(
-        "--path",
-        type=Path,
-        default=Path(f"build/bench-{name}"),
-        help="a folder on the disk to measure",
-    )
-    parser.add_argument("--chunk-mib", type=float, default=7)
-    parser.add_argument("--chunks", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, nargs="+", default=threads)
-    parser.add_argument("--out", default=f"bench/results/{name}.json")
-    return parser
-
-
-def main() -> None:
-    parser = disk_flags(__doc__, "nvme", [2, 4])
-    parser.add_argument("--keys", type=int, default=100_000, help="chunks to recover")
-    parser.add_argument("--fill", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.fill:
-        fill_and_die(given.fill, given.keys)
-    given.path.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+@contextmanager
+def disk_folder(given: argparse.Namespace) -> Iterator[Path]:
+    """A folder on the disk that ``--path`` names. It is removed."""
+    path = Path(given.path or "build/bench-disk")
+    path.mkdir(parents=True, exist_ok=True)
     try:
-        for threads in given.threads:
-            folder = given.path / str(threads)
-            rows += bandwidth(
-                folder, int(given.chunk_mib * 2**20), given.chunks, given.rounds, threads
-            )
-        rows.append(recovery(given.path, given.keys))
+        yield path
     finally:
-        shutil.rmtree(given.path)
-    write_results(given.out, "nvme", rows, load_average=os.getloadavg()[1])
-    print_rows(rows)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def rows_of(given: argparse.Namespace) -> list[Row]:
+    with disk_folder(given) as folder:
+        found = [bandwidth(folder / str(threads), given.rounds, threads) for threads in (2, 4)]
+        return [*found[0], *found[1], recovery(folder)]
 
 
 if __name__ == "__main__":
-    main()
+    run_micro(
+        "nvme", __doc__, 5, rows_of, "--path", facts=lambda: {"load_average": os.getloadavg()[1]}
+    )

@@ -11,6 +11,7 @@ ones, without Python's garbage collector.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
 import time
@@ -19,8 +20,8 @@ from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
-from kvtier.bench.flags import described
-from kvtier.bench.report import Row, print_rows, write_results
+from kvtier.bench.flags import run_micro
+from kvtier.bench.report import Row
 from kvtier.bench.traces.commands.simulate import chunks_of
 from kvtier.bench.traces.formats import read
 from kvtier.bench.traces.mooncake import Request
@@ -144,40 +145,30 @@ def _row(name: str, seconds: float, trace: Sequence[Request], limit: float | Non
     return Row(name, 1e6 * seconds / _asked(trace), "us a chunk", limit=limit)
 
 
-def main() -> None:
-    parser = described(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--trace", help="recorded requests, for a row of their own")
-    parser.add_argument("--output", default="bench/results/policy.json")
-    args = parser.parse_args()
+def rows_of(given: argparse.Namespace) -> list[Row]:
     trace = chats(CHUNKS)
     lru, kept, background = least(
-        args.rounds,
+        given.rounds,
         lambda: locked(trace, LRU),
         lambda: locked(trace, lambda room: Segments(room, SETTINGS[1])),
         lambda: followed(trace),
     )
     gc.collect()
     gc.disable()
-    (piece,) = least(args.rounds, lambda: longest_piece(trace))
+    (piece,) = least(given.rounds, lambda: longest_piece(trace))
     gc.enable()
+    longest = "the longest piece of background work for a prompt of 512k tokens"
     rows = [
         _row("a chunk asked for, saved and let go under the lock, lru", lru, trace),
         _row("ram.policy auto adds to a chunk under the lock", kept - lru, trace, 1.0),
         _row("a chunk in the background: sessions and shadows", background, trace, 15.0),
-        Row(
-            "the longest piece of background work for a prompt of 512k tokens",
-            1e3 * piece,
-            "ms",
-            limit=0.3,
-        ),
+        Row(longest, 1e3 * piece, "ms", limit=0.3),
     ]
-    if args.trace:
-        found = unhinted(read(args.trace, partial=True).requests)
-        rows.append(of_trace(Path(args.trace).name, found, args.rounds))
-    print_rows(rows)
-    write_results(args.output, "policy", rows)
+    if given.trace:
+        found = unhinted(read(given.trace, partial=True).requests)
+        rows.append(of_trace(Path(given.trace).name, found, given.rounds))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    run_micro("policy", __doc__, 5, rows_of, "--trace")

@@ -1,7 +1,7 @@
 """How near the Redis tier comes to what ``redis-benchmark`` reaches with the same parts and
 connections.
 
-    python -m kvtier.bench.micro.redis [--connections 2] [--rounds 9] [--part-bytes N] [--out FILE]
+    python -m kvtier.bench.micro.redis
 
 Starts a redis-server of its own without persistence. Each round measures, over TCP loopback and
 over a Unix socket, ``redis-benchmark`` SET and GET, and the tier's write and read of whole chunks
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +22,9 @@ from contextlib import closing
 
 import redis
 
-from kvtier.bench.flags import described
+from kvtier.bench.flags import run_micro
 from kvtier.bench.processes.companion import RUN_BYTES, redis_benchmark, redis_server
-from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.bench.report import Row, against, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.redis.layout import PART_BYTES, Form
@@ -34,6 +33,8 @@ from kvtier.tiers.redis.tier import RedisTier
 
 SHARES = {"write": ("SET", 0.75), "read": ("GET", 0.80)}
 """redis-benchmark's test of each way, and the share of its speed that the project asks for."""
+CONNECTIONS, CHUNK_BYTES = 2, 7 << 20
+"""Connections, each with a thread, and the size of what they carry."""
 _THREAD_CHUNKS = 12
 _FOUND_CHUNKS = 128
 _FINDS = 20
@@ -55,11 +56,9 @@ def speed(tier: RedisTier, way: str, pool: Pool, keys: Sequence[Sequence[ChunkKe
     return moves * len(keys) * pool.slot_bytes / (time.perf_counter() - begun) / 1e9
 
 
-def rows_of(
-    name: str, url: str, where: Sequence[str], form: Form, args: argparse.Namespace
-) -> list[Row]:
+def rows_of(name: str, url: str, where: Sequence[str], rounds: int) -> list[Row]:
     """The rows of one transport. ``where``: redis-benchmark's arguments for it."""
-    count, size = args.connections, args.chunk_bytes
+    count, size, form = CONNECTIONS, CHUNK_BYTES, Form("kvtier", b"bench", PART_BYTES)
     servers = RedisServers(url, connections=count, timeout_s=10.0)
     names = _THREAD_CHUNKS * count * -(-size // form.part_bytes)
     layout = ChunkLayout(bytes(32), 1, 1, (size,))
@@ -73,7 +72,7 @@ def rows_of(
     ):
         for slot in range(count):
             pool.view(slot)[:] = os.urandom(size)
-        for number in range(args.rounds + 1):
+        for number in range(rounds + 1):
             for way, (test, _) in SHARES.items():
                 bare = redis_benchmark(where, test, form.part_bytes, names, count)
                 own = speed(tier, way, pool, keys)
@@ -82,12 +81,8 @@ def rows_of(
                     seen[way].append(own)
         rows = []
         for way, (test, share) in SHARES.items():
-            ratio = statistics.median(
-                own / bare for own, bare in zip(seen[way], seen[test], strict=True)
-            )
-            limit = share * statistics.median(seen[test])
             rows.append(median_row(f"{name}: redis-benchmark {test}", seen[test], "GB/s"))
-            rows.append(median_row(f"{name}: {way}", seen[way], "GB/s", limit, ratio))
+            rows.append(against(f"{name}: {way}", seen[way], seen[test], share))
         rows.append(find_row(name, tier))
     with redis.Redis.from_url(url) as client:
         client.flushall()
@@ -107,26 +102,19 @@ def find_row(name: str, tier: RedisTier) -> Row:
     return median_row(f"{name}: find {_FOUND_CHUNKS} chunks", times, "ms")
 
 
-def main() -> None:
-    parser = described(__doc__)
-    add = parser.add_argument
-    add("--connections", type=int, default=2, help="threads, and connections (default: 2)")
-    add("--rounds", type=int, default=9, help="runs of each kind (default: 9)")
-    add("--chunk-bytes", type=int, default=7 << 20, help="default: 7 MiB")
-    add("--part-bytes", type=int, default=PART_BYTES, help=f"default: {PART_BYTES}")
-    add("--out", default="bench/results/redis.json")
-    args = parser.parse_args()
-    form = Form("kvtier", b"bench", args.part_bytes)
+def all_rows(given: argparse.Namespace) -> list[Row]:
     with redis_server() as (port, path, _):
-        rows = rows_of("TCP", f"redis://127.0.0.1:{port}", ["-p", port], form, args)
-        rows += rows_of("Unix socket", f"unix://{path}", ["-s", path], form, args)
-    print_rows(rows)
-    command = ["redis-server", "--version"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    facts = {"redis": told.split()[2].removeprefix("v="), "redis_py": redis.__version__}
-    facts |= {name: getattr(args, name) for name in ("part_bytes", "chunk_bytes", "connections")}
-    write_results(args.out, "redis", rows, **facts)
+        rows = rows_of("TCP", f"redis://127.0.0.1:{port}", ["-p", port], given.rounds)
+        return rows + rows_of("Unix socket", f"unix://{path}", ["-s", path], given.rounds)
+
+
+def facts() -> dict[str, object]:
+    told = subprocess.run(
+        ["redis-server", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    sizes = {"part_bytes": PART_BYTES, "chunk_bytes": CHUNK_BYTES, "connections": CONNECTIONS}
+    return {"redis": told.split()[2].removeprefix("v="), "redis_py": redis.__version__} | sizes
 
 
 if __name__ == "__main__":
-    main()
+    run_micro("redis", __doc__, 9, all_rows, facts=facts)

@@ -9,28 +9,30 @@ cost less there than it does.
 
 from __future__ import annotations
 
+import argparse
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
+from kvtier.bench.flags import run_micro
 from kvtier.bench.micro.nvme import (
+    BUFFERS,
+    CHUNK_BYTES,
+    CHUNKS,
     Work,
-    disk_flags,
+    disk_folder,
     expect,
     gigabytes_per_second,
     make_buffers,
     make_keys,
 )
-from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.bench.report import Row, against, median_row
 from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import KEY_BYTES, SealedTier, sealed_bytes
 
 _MIB = 1 << 20
-_BUFFERS = 16
 
 
 def write(tier: Tier, keys: Sequence[ChunkKey]) -> Work:
@@ -45,10 +47,11 @@ def read(tier: Tier, keys: Sequence[ChunkKey]) -> Work:
     return lambda chunk, buffer: expect(tier.read(keys[chunk], buffer) is True)
 
 
-def measure(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: int) -> list[Row]:
+def measure(folder: Path, rounds: int, threads: int) -> list[Row]:
     """Rows of write and read, plain and sealed. The first round, which gives the preallocated
     blocks their first content, is left out."""
-    keys, buffers = make_keys(chunks), make_buffers(_BUFFERS, chunk_bytes)
+    chunk_bytes, chunks = CHUNK_BYTES, CHUNKS
+    keys, buffers = make_keys(chunks), make_buffers(BUFFERS, chunk_bytes)
     stored = sealed_bytes(chunk_bytes)
     plain = NvmeTier(folder / "plain", chunks * (chunk_bytes + 4096) + _MIB, chunk_bytes)
     inner = NvmeTier(folder / "sealed", chunks * (stored + 4096) + _MIB, stored)
@@ -67,27 +70,18 @@ def measure(folder: Path, chunk_bytes: int, chunks: int, rounds: int, threads: i
                     seen[name].append(speed)
         about = f"{verb.__name__}, {threads} thread{'s' * (threads > 1)}"
         without, sealed = seen.values()
-        bound = median(without)
         rows.append(median_row(f"NvmeTier {about}", without, "GB/s"))
-        name = f"sealed NvmeTier {about} (ratio to plain)"
-        rows.append(median_row(name, sealed, "GB/s", bound, median(sealed) / bound))
+        rows.append(against(f"sealed NvmeTier {about} (ratio to plain)", sealed, without, 1.0))
     for tier in tiers.values():
         tier.close()
     return rows
 
 
-def main() -> None:
-    given = disk_flags(__doc__, "sealed", [1, 2]).parse_args()
-    rows: list[Row] = []
-    try:
-        for threads in given.threads:
-            folder, size = given.path / str(threads), int(given.chunk_mib * _MIB)
-            rows += measure(folder, size, given.chunks, given.rounds, threads)
-    finally:
-        shutil.rmtree(given.path, ignore_errors=True)
-    write_results(given.out, "sealed", rows)
-    print_rows(rows)
+def rows_of(given: argparse.Namespace) -> list[Row]:
+    with disk_folder(given) as folder:
+        found = [measure(folder / str(threads), given.rounds, threads) for threads in (1, 2)]
+        return [*found[0], *found[1]]
 
 
 if __name__ == "__main__":
-    main()
+    run_micro("sealed", __doc__, 5, rows_of, "--path")

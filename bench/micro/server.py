@@ -8,7 +8,7 @@ embedded Store.
 - Save and load of runs of chunks through the server, and the same through an embedded Store.
   Rounds alternate, and so does which begins.
 
-It needs twice ``pool_mib`` of memory. The server and the other engine are processes of their own.
+It needs 2 GiB of memory. The server and the other engine are processes of their own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from kvtier.api import KVStore
-from kvtier.bench.flags import described
+from kvtier.bench.flags import run_micro
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
-from kvtier.bench.report import Row, median_row, print_rows, write_results
+from kvtier.bench.report import Row, against, median_row
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -38,6 +38,9 @@ _MATCH_CHUNKS = 128
 _MATCH_MEDIAN_MS, _MATCH_P99_MS = 0.5, 2.0
 _SHARE = 0.85
 _ANSWER_S = 5.0
+_CHUNK_BYTES, _POOL_BYTES = 7 << 20, 1 << 30
+_RUN, _CALLS = 8, 4000
+"""Chunks that an engine saves or loads at once, and lookups."""
 
 
 class BenchError(KVTierError):
@@ -71,12 +74,12 @@ class Attached:
     """Saves and loads runs of chunks, between slots and a buffer that stands for the engine's
     KV. Both return the bytes that were moved."""
 
-    def __init__(self, cache: KVStore, layout: ChunkLayout, chunks: int) -> None:
-        self._cache, self._layout, self._chunks = cache, layout, chunks
+    def __init__(self, cache: KVStore, layout: ChunkLayout) -> None:
+        self._cache, self._layout = cache, layout
         self._kv = memoryview(bytearray(os.urandom(layout.chunk_bytes)))
 
     def save(self, prompt: int) -> int:
-        with self._cache.save(run_of(self._layout, prompt, self._chunks)) as lease:
+        with self._cache.save(run_of(self._layout, prompt, _RUN)) as lease:
             views = lease.views()
             for view in views:
                 view[: len(self._kv)] = self._kv
@@ -84,7 +87,7 @@ class Attached:
         return len(views) * len(self._kv)
 
     def load(self, prompt: int) -> int:
-        with self._cache.load(run_of(self._layout, prompt, self._chunks)) as lease:
+        with self._cache.load(run_of(self._layout, prompt, _RUN)) as lease:
             lease.poll()
             views = lease.views()
             for view in views:
@@ -92,7 +95,7 @@ class Attached:
         return len(views) * len(self._kv)
 
 
-def match_latency(path: str, layout: ChunkLayout, calls: int) -> tuple[float, float, float]:
+def match_latency(path: str, layout: ChunkLayout) -> tuple[float, float, float]:
     """Milliseconds: median, 99th percentile and worst."""
     keys = run_of(layout, 1, _MATCH_CHUNKS)
     client = client_of(path, layout)
@@ -100,7 +103,7 @@ def match_latency(path: str, layout: ChunkLayout, calls: int) -> tuple[float, fl
         lease.commit()
     pinned = client.load(keys)  # or the other engine would push them out
     times = []
-    for _ in range(calls):
+    for _ in range(_CALLS):
         begun = time.perf_counter()
         found = client.lookup(keys).progress
         times.append(1000 * (time.perf_counter() - begun))
@@ -109,15 +112,15 @@ def match_latency(path: str, layout: ChunkLayout, calls: int) -> tuple[float, fl
     pinned.close()
     client.close()
     times.sort()
-    return statistics.median(times), times[int(0.99 * calls)], times[-1]
+    return statistics.median(times), times[int(0.99 * _CALLS)], times[-1]
 
 
-def latency_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, calls: int) -> list[Row]:
-    rows = []
+def latency_rows(layout: ChunkLayout) -> list[Row]:
+    rows, pool_bytes = [], max(_POOL_BYTES, (_MATCH_CHUNKS + 8 * _RUN) * layout.slot_bytes)
     with server(pool_bytes) as (path, _):
-        quiet = match_latency(path, layout, calls)
-        with saving_engine(path, layout, chunks):
-            busy = match_latency(path, layout, calls)
+        quiet = match_latency(path, layout)
+        with saving_engine(path):
+            busy = match_latency(path, layout)
     for name, (median, p99, worst) in (("alone", quiet), ("while another engine saves", busy)):
         what = f"match of 128 chunks, {name}"
         rows.append(Row(f"{what}: median", median, "ms", _MATCH_MEDIAN_MS, max=worst))
@@ -126,12 +129,13 @@ def latency_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, calls: int) 
 
 
 @contextmanager
-def saving_engine(path: str, layout: ChunkLayout, chunks: int) -> Iterator[None]:
+def saving_engine(path: str) -> Iterator[None]:
     """A process that saves at full speed until the end of the block, which begins when it has
     touched every slot."""
-    words = [sys.executable, "-m", "kvtier.bench.micro.server", "--engine", path]
-    words += ["--chunk-mib", str(layout.chunk_bytes / 2**20), "--run", str(chunks)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as engine:
+    code = f"from kvtier.bench.micro import server; server.save_for_ever({path!r})"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as engine:
         try:
             if engine.stdout is None or engine.stdout.readline() != "warm\n":
                 raise BenchError("the other engine did not come up")
@@ -140,28 +144,28 @@ def saving_engine(path: str, layout: ChunkLayout, chunks: int) -> Iterator[None]
             engine.kill()
 
 
-def save_for_ever(path: str, chunk_bytes: int, chunks: int) -> None:
-    layout = layout_of(chunk_bytes, 1)
+def save_for_ever(path: str) -> None:
+    layout = layout_of(_CHUNK_BYTES, 1)
     client, prompt = client_of(path, layout), 0
     assert client.pool is not None
     client.pool.populate(0, client.pool.slots)
-    engine = Attached(client, layout, chunks)
+    engine = Attached(client, layout)
     print("warm", flush=True)
     while True:
         engine.save(prompt := prompt + 1)
 
 
-def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -> list[Row]:
+def bytes_rows(layout: ChunkLayout, rounds: int) -> list[Row]:
     """Each round saves new prompts over the last round's, then loads them."""
-    slots = pool_bytes // layout.slot_bytes
-    prompts = max(1, slots // chunks)
+    slots = _POOL_BYTES // layout.slot_bytes
+    prompts = slots // _RUN
     seen: dict[tuple[str, str], list[float]] = {}
-    with server(pool_bytes) as (path, _), ExitStack() as ends:
+    with server(_POOL_BYTES) as (path, _), ExitStack() as ends:
         caches: dict[str, KVStore] = {
             "embedded": Store(Pool(slots, layout.slot_bytes)),
             "served": client_of(path, layout),
         }
-        both = {name: Attached(cache, layout, chunks) for name, cache in caches.items()}
+        both = {name: Attached(cache, layout) for name, cache in caches.items()}
         for cache in caches.values():
             ends.callback(cache.close)
         for round_ in range(rounds + 1):
@@ -174,11 +178,8 @@ def bytes_rows(layout: ChunkLayout, pool_bytes: int, chunks: int, rounds: int) -
     rows = []
     for verb in ("save", "load"):
         own, served = seen["embedded", verb], seen["served", verb]
-        bound = statistics.median(own)
-        ratio = statistics.median(served) / bound
         rows.append(median_row(f"{verb}, embedded Store", own, "GB/s"))
-        name = f"{verb}, served (ratio to embedded)"
-        rows.append(median_row(name, served, "GB/s", _SHARE * bound, ratio))
+        rows.append(against(f"{verb}, served (ratio to embedded)", served, own, _SHARE))
     return rows
 
 
@@ -188,27 +189,10 @@ def speed(work: Callable[[int], int], prompts: Sequence[int]) -> float:
     return moved / (time.perf_counter() - begun) / 1e9
 
 
-def main() -> None:
-    parser = described(__doc__)
-    add = parser.add_argument
-    add("--chunk-mib", type=float, default=7)
-    add("--run", type=int, default=8, help="chunks an engine saves or loads at once")
-    add("--pool-mib", type=int, default=1024)
-    add("--rounds", type=int, default=7)
-    add("--calls", type=int, default=4000)
-    add("--engine", metavar="SOCKET", help=argparse.SUPPRESS)
-    add("--out", default="bench/results/server.json")
-    given = parser.parse_args()
-    size = int(given.chunk_mib * 2**20)
-    if given.engine is not None:
-        save_for_ever(given.engine, size, given.run)
-    layout, pool_bytes = layout_of(size), given.pool_mib << 20
-    room = max(pool_bytes, (_MATCH_CHUNKS + 8 * given.run) * layout.slot_bytes)
-    rows = latency_rows(layout, room, given.run, given.calls)
-    rows += bytes_rows(layout, pool_bytes, given.run, given.rounds)
-    write_results(given.out, "server", rows)
-    print_rows(rows)
+def rows_of(given: argparse.Namespace) -> list[Row]:
+    layout = layout_of(_CHUNK_BYTES)
+    return [*latency_rows(layout), *bytes_rows(layout, given.rounds)]
 
 
 if __name__ == "__main__":
-    main()
+    run_micro("server", __doc__, 7, rows_of)
