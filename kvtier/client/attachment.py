@@ -41,7 +41,7 @@ class _Renewed:
 class FarPool(_Renewed, Pool):
     """A pool of another host, by its numbers. Workers there map it with the ticket."""
 
-    def __init__(self, slots: int, slot_bytes: int, ticket: bytes) -> None:
+    def __init__(self, slots: int, slot_bytes: int, ticket: bytes = b"") -> None:
         _Renewed.__init__(self)  # there is no region here
         self.slots, self.slot_bytes, self.ticket = slots, slot_bytes, ticket
         self.witness_path = None

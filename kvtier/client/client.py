@@ -68,7 +68,28 @@ class _Held:
     """Of a load: chunks that were coming at the last answer."""
 
 
-class Client:
+class AtServer:
+    """What a KVStore has no answer to where the Store is a server's."""
+
+    @property
+    def paces(self) -> dict[str, Pace]:
+        return {}
+
+    def load_ready(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
+    ) -> LoadLease | None:
+        return None
+
+    def load_unknown(
+        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
+    ) -> tuple[LookupResult, LoadLease] | None:
+        return None
+
+    def status(self) -> SizeClassStatus | None:
+        return None
+
+
+class Client(AtServer):
     """A :class:`~kvtier.api.KVStore` at a server. One lock is held for a round trip.
 
     Questions in pieces are sent in their first piece, so that a thread can ask several servers at
@@ -109,10 +130,6 @@ class Client:
     def pool(self) -> SharedPool | FarPool | None:
         attachment = self._attachment
         return attachment.pool if attachment is not None else None
-
-    @property
-    def paces(self) -> dict[str, Pace]:
-        return {}
 
     @property
     def most_held(self) -> int:
@@ -220,16 +237,6 @@ class Client:
         _learn(lease, held, answer)
         return lease
 
-    def load_ready(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
-    ) -> LoadLease | None:
-        return None
-
-    def load_unknown(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
-    ) -> tuple[LookupResult, LoadLease] | None:
-        return None
-
     def check(self, idle: bool = False) -> None:
         answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
         if answer is None:
@@ -293,9 +300,6 @@ class Client:
     def stats(self) -> dict[str, int]:
         answer = self._ask(wire.Counted, wire.StatsCall)
         return {**(answer.values if answer is not None else {}), **self.counts}
-
-    def status(self) -> SizeClassStatus | None:
-        return None
 
     # ---- for leases ------------------------------------------------------------------------------
 

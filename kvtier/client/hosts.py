@@ -25,22 +25,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from kvtier.client.client import Client
+from kvtier.client.attachment import FarPool
+from kvtier.client.client import AtServer, Client
 from kvtier.client.heard import Heard
 from kvtier.core.chunk import ChunkKey, PieceMask, renamed
 from kvtier.core.lookup import ANONYMOUS, RAM, Asker, Asking, Ended, LookupResult, Progress, Served
 from kvtier.core.pool import Pool
-from kvtier.core.report import SizeClassStatus
 from kvtier.core.steps import Steps, whole
 from kvtier.eviction.hints import Hint
-from kvtier.load_policy.latency import Pace
 from kvtier.protocol.wire import Reason
 from kvtier.store.lease import LoadLease, SaveLease
 
 T = TypeVar("T")
 
 
-class HostsPool(Pool):
+class HostsPool(FarPool):
     """The pools of all hosts, first host first. Each process maps that of its own host.
 
     A slot's number here is the slot on the first host, then that on the next one in units of the
@@ -48,27 +47,15 @@ class HostsPool(Pool):
     """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
-        # there is no region here
         self.pools = tuple(pools)
-        self.slots = math.prod(pool.slots + 1 for pool in pools)
-        self.slot_bytes = sum(pool.slot_bytes for pool in pools)
-        self.witness_path = None
+        slots = math.prod(pool.slots + 1 for pool in pools)
+        super().__init__(slots, sum(pool.slot_bytes for pool in pools))
 
     def joined(self, slots: Sequence[int | None]) -> int:
         number = 0
         for pool, slot in zip(reversed(self.pools), reversed(slots), strict=True):
             number = number * (pool.slots + 1) + (pool.slots if slot is None else slot)
         return number
-
-    @property
-    def path(self) -> str:
-        return ""
-
-    def take_renewed(self) -> list[int]:
-        return []
-
-    def close(self) -> None:
-        """Each pool belongs to its client."""
 
 
 def slot_of(slots: Sequence[int], number: int, host: int) -> int | None:
@@ -80,7 +67,7 @@ def slot_of(slots: Sequence[int], number: int, host: int) -> int | None:
     return None if found == slots[host] else found
 
 
-class Hosts:
+class Hosts(AtServer):
     """A :class:`~kvtier.api.KVStore` over one for each host, the engine's own first.
     ``fingerprints``: of the hosts' layouts. Keys are those of the first."""
 
@@ -99,10 +86,6 @@ class Hosts:
     @property
     def pool(self) -> HostsPool | None:
         return self._joined([store.pool for store in self._stores])
-
-    @property
-    def paces(self) -> dict[str, Pace]:
-        return {}
 
     @property
     def most_held(self) -> int:
@@ -173,16 +156,6 @@ class Hosts:
                 one.close()
         return lease
 
-    def load_ready(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
-    ) -> LoadLease | None:
-        return None
-
-    def load_unknown(
-        self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
-    ) -> tuple[LookupResult, LoadLease] | None:
-        return None
-
     def decline(self, keys: Sequence[ChunkKey], reason: Reason) -> None:
         for store, own in self._named(keys):
             store.decline(own, reason)
@@ -219,9 +192,6 @@ class Hosts:
     def stats(self) -> dict[str, int]:
         """See KVStore.stats. A chunk counts once on each host."""
         return dict(sum((Counter(store.stats()) for store in self._stores), Counter[str]()))
-
-    def status(self) -> SizeClassStatus | None:
-        return None
 
     def watch(self) -> Heard:
         """See KVStore.watch. The first host tells: what another one lost is a miss later."""
