@@ -31,10 +31,7 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
     configuration where an operator set some keys. None: the plan's."""
     settings = plan.settings if used is None else list(_used(plan, used))
     parts = ["What was found", *_rows(plan.derived, columns)]
-    parts += [
-        "",
-        "What is set, for one store: an engine replica's (all ranks here) or a server's",
-    ]
+    parts += ["", "What is set, for one store: an engine replica's (all ranks here) or a server's"]
     parts += _rows(settings, columns) if settings else ["nothing: kvtier stays off"]
     if plan.left_out:
         left_out = terminal.table(("tier", "reason"), plan.left_out, columns=columns)
@@ -46,10 +43,7 @@ def table(plan: Plan, used: Config | None = None, columns: int | None = None) ->
 
 PLANNED = "auto-config"
 _YOURS = "yours"
-_TIER_KEYS = (
-    "ram_bytes",
-    *(key.flat for key in KEYS.values() if key.about.planned),
-)
+_TIER_KEYS = ("ram_bytes", *(key.flat for key in KEYS.values() if key.about.planned))
 
 
 def _used(plan: Plan, used: Config) -> Iterator[Row]:

@@ -241,10 +241,7 @@ def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
 
 
 def _handshake(
-    sock: socket.socket,
-    access: ServerAccess,
-    descriptors: list[int],
-    bounds_s: tuple[float, float],
+    sock: socket.socket, access: ServerAccess, descriptors: list[int], bounds_s: tuple[float, float]
 ) -> wire.Welcome:
     """``bounds_s``: for the Challenge, and for the Welcome."""
     inbox: Inbox[_Greeting] = Inbox(_Greeting, wire.MAX_GREETING_BYTES)
@@ -279,10 +276,7 @@ def _handshake(
 
 
 def _receive(
-    sock: socket.socket,
-    inbox: Inbox[_Greeting],
-    descriptors: list[int],
-    deadline: Deadline,
+    sock: socket.socket, inbox: Inbox[_Greeting], descriptors: list[int], deadline: Deadline
 ) -> _Greeting:
     while (message := inbox.next()) is None:
         room = inbox.room()

@@ -64,11 +64,7 @@ class RemoteTier(Tier):
     name = REMOTE
     shared = True
 
-    def __init__(
-        self,
-        access: ServerAccess,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, access: ServerAccess, clock: Callable[[], float] = time.monotonic) -> None:
         self._counts: Counter[str] = Counter()
         self._access = access
         self._chunk_bytes = access.hello.chunk_bytes

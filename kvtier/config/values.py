@@ -153,10 +153,7 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
         "ipc:///path?replay=ipc:///path or tcp://host:port?replay=port",
     ),
     "name": (_text(r"[A-Za-z0-9._-]{1,64}"), "1 to 64 letters, digits, '.', '_' or '-'"),
-    "object": (
-        _text(r"([A-Za-z_]\w*\.)+[A-Za-z_]\w*"),
-        "a dotted path such as acme.provider",
-    ),
+    "object": (_text(r"([A-Za-z_]\w*\.)+[A-Za-z_]\w*"), "a dotted path such as acme.provider"),
     "policy": (_text(r"auto|lru"), "auto or lru"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
 }

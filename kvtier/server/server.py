@@ -263,11 +263,7 @@ Sizes = tuple[int | None, Sequence[int]]
 
 
 def serve(
-    make: Callable[[], Server],
-    beside: Beside,
-    ready: Beside,
-    sizes: Sizes,
-    timeout_s: float = 20.0,
+    make: Callable[[], Server], beside: Beside, ready: Beside, sizes: Sizes, timeout_s: float = 20.0
 ) -> bool:
     """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the
     loop.

@@ -45,10 +45,7 @@ class Middleware:
     counts what comes."""
 
     def __init__(
-        self,
-        app: App,
-        most_bytes: int = MOST_BYTES,
-        clock: Callable[[], float] = time.monotonic,
+        self, app: App, most_bytes: int = MOST_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._app = app
         self._most_bytes, self._clock = most_bytes, clock

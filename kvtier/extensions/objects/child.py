@@ -41,12 +41,7 @@ class BucketCalls:
         return self._memory[seat * self._room :][:length]
 
     def put(
-        self,
-        seat: int,
-        name: str,
-        length: int,
-        attributes: dict[str, str] | None,
-        in_parts: bool,
+        self, seat: int, name: str, length: int, attributes: dict[str, str] | None, in_parts: bool
     ) -> None:
         obstore.put(
             self._store,

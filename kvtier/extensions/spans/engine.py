@@ -27,13 +27,7 @@ from typing import Any, NamedTuple
 
 from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
 from kvtier.connectors.vllm.groups import SpanMove
-from kvtier.connectors.vllm.metadata import (
-    InPlaceRun,
-    SpanJob,
-    SpanPass,
-    StepMetadata,
-    StepReport,
-)
+from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey

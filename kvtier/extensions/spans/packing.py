@@ -89,11 +89,7 @@ def learned(
 
 
 def _places(
-    write: Write,
-    row: torch.Tensor,
-    block: int,
-    form: tuple[int, int, tuple[int, int]],
-    which: int,
+    write: Write, row: torch.Tensor, block: int, form: tuple[int, int, tuple[int, int]], which: int
 ) -> torch.Tensor:
     """Of keys (``which`` 0) or values (1): each element's number is written digit by digit."""
     tokens, heads, dims = form

@@ -15,13 +15,7 @@ from contextlib import closing
 from typing import Any
 
 from kvtier.tiers.redis.connections import ConnectionFactory
-from kvtier.tiers.redis.errors import (
-    FAULTS,
-    ProtocolError,
-    RedisError,
-    RefusedError,
-    SetupError,
-)
+from kvtier.tiers.redis.errors import FAULTS, ProtocolError, RedisError, RefusedError, SetupError
 from kvtier.tiers.redis.url import Address, RedisUrl, address_text
 from kvtier.tiers.redis.wire import Bounds, Reply, Wire
 

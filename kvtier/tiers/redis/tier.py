@@ -193,9 +193,7 @@ class RedisTier(AwayTier):
             self._events.add("refused")
             return False
         refusal = self._call(
-            "failed_writes",
-            name,
-            lambda wire: [self._put(wire, (key, owner), data)],
+            "failed_writes", name, lambda wire: [self._put(wire, (key, owner), data)]
         )
         if refusal is None:  # a fault: parts of it may be there
             self._owed.add([key])
