@@ -247,12 +247,8 @@ class Admin:
         if named is None:
             return
         if self._port.local and not is_this_host(without_port(named)):
-            raise _RefusedError(
-                421,
-                f"Host: {named[:100]}",
-                "localhost or a loopback address",
-                f"ask at {self._port.url}",
-            )
+            do = f"ask at {self._port.url}"
+            raise _RefusedError(421, f"Host: {named[:100]}", "localhost or a loopback address", do)
 
     def _signed_body(self, request: web.Request) -> str | None:
         """The SHA-256 that the body must have. None where the token did not sign this request, or
@@ -284,12 +280,8 @@ class Admin:
         if for_metrics and is_bearer and request.path == "/metrics":
             return
         if self._token is None:
-            raise _RefusedError(
-                403,
-                f"{request.path} and no token is configured",
-                "a server with admin_token_file",
-                "set it, restart",
-            )
+            what = f"{request.path} and no token is configured"
+            raise _RefusedError(403, what, "a server with admin_token_file", "set it, restart")
         known = hmac.compare_digest(shown, self._token)
         if not is_bearer or not known:
             raise _RefusedError(
@@ -373,12 +365,8 @@ class Admin:
 
     async def _clear(self, asked: forms.InvalidateAll) -> web.Response:
         if asked.everything == (asked.namespace is not None):
-            raise _RefusedError(
-                400,
-                "both or neither of namespace and everything",
-                "one of them",
-                'send {"namespace": "..."} for a tenant',
-            )
+            what = "both or neither of namespace and everything"
+            raise _RefusedError(400, what, "one of them", 'send {"namespace": "..."} for a tenant')
         cleared = await purge(self._server.size_classes, asked.namespace, self._around.nvme_folders)
         nothing = not (cleared.chunks or cleared.left or cleared.owed_deletes)
         if asked.namespace is not None and nothing:
@@ -458,12 +446,8 @@ def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
 async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
     """``digest``: the SHA-256 that was signed. None: the request is not signed."""
     if request.content_type != forms.JSON:
-        raise _RefusedError(
-            415,
-            f"Content-Type: {request.content_type[:100]}",
-            forms.JSON,
-            "send JSON and say so in the header",
-        )
+        what = f"Content-Type: {request.content_type[:100]}"
+        raise _RefusedError(415, what, forms.JSON, "send JSON and say so in the header")
     if encoding := request.headers.get("Content-Encoding"):
         raise _RefusedError(
             415, f"Content-Encoding: {encoding[:100]}", "none", "send the body as it is"
