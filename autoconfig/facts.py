@@ -15,8 +15,7 @@ from kvtier.core.fact import UNSEEN, Fact
 from kvtier.tiers.nvme.disks import Disk
 from kvtier.tiers.seam import TierFacts
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
+MIB, GIB = 1 << 20, 1 << 30
 UNLIMITED = 1 << 62
 """The value of a limit that means "no limit" (RLIM_INFINITY)."""
 

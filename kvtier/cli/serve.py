@@ -100,11 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
     opener, closer = Stores(started, observers), partial(discard_closed, config.nvme)
     sys.setswitchinterval(_SWITCH_S)
     notifier = Notifier(environment())
-    clean = serve(
-        lambda: Server(opener, listeners, token=token, discard=closer),
-        partial(_beside, started, beside, away),
-        lambda server: notifier.serving(partial(status_text, server)),
-        (slot_bytes, sizes),
+    clean = asyncio.run(
+        serve(
+            lambda: Server(opener, listeners, token=token, discard=closer),
+            partial(_beside, started, beside, away),
+            lambda server: notifier.serving(partial(status_text, server)),
+            (slot_bytes, sizes),
+        )
     )
     return 0 if clean else 1
 

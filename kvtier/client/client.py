@@ -69,7 +69,7 @@ class _Held:
 
 
 class AtServer:
-    """What a KVStore has no answer to where the Store is a server's."""
+    """Answers that a KVStore cannot give where the Store is a server's."""
 
     @property
     def paces(self) -> dict[str, Pace]:

@@ -25,14 +25,8 @@ _BESIDE = (_SEED, _SENTINEL_SERVICE)
 """Variables without LMCache's prefix that are not its keys but that it reads all the same."""
 
 ENVIRONMENT_KEYS = (
-    "chunk_size",
-    "local_cpu",
-    "max_local_cpu_size",
-    "local_disk",
-    "max_local_disk_size",
-    "remote_url",
-    "remote_serde",
-    "extra_config",
+    *("chunk_size", "local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size"),
+    *("remote_url", "remote_serde", "extra_config"),
 )
 """Keys that LMCache's users also set as ``LMCACHE_<KEY>``. The environment beats the file."""
 _NO_KEYS = ("LMCACHE_CONFIG_FILE",)
@@ -127,10 +121,8 @@ def _flatten(raw: Mapping[str, object]) -> list[tuple[str, object]]:
                 f"extra_config: {error}; expected a JSON object such as {{}}"
             ) from None
     if not isinstance(extra, Mapping):
-        raise ConfigError(
-            f"extra_config is a {type(extra).__name__}, expected a mapping such as "
-            f"{{use_odirect: true}}"
-        )
+        expected = "expected a mapping such as {use_odirect: true}"
+        raise ConfigError(f"extra_config is a {type(extra).__name__}, {expected}")
     plain = [(key, value) for key, value in raw.items() if key != "extra_config"]
     return plain + [(f"extra_config.{key}", value) for key, value in extra.items()]
 
@@ -275,26 +267,12 @@ _ONLY = {"local_device": "cpu", "remote_serde": "naive", "cache_policy": "lru"}
 
 _NOT_NEEDED = frozenset(
     {
-        _SEED,
-        _SENTINEL_SERVICE,
-        "disable_banner",
-        "enable_async_loading",
-        "enable_lazy_memory_allocator",
-        "extra_config.resp_num_threads",
-        "extra_config.save_chunk_meta",
-        "log_level",
-        "lookup_timeout_ms",
-        "min_retrieve_tokens",
-        "numa_mode",
-        "pin_check_interval_sec",
-        "pin_timeout_sec",
-        "pre_caching_hash_algorithm",
-        "py_enable_gc",
-        "save_unfull_chunk",
-        "track_usage",
-        "use_experimental",
-        "use_gpu_connector_v3",
-        "use_layerwise",
+        *(_SEED, _SENTINEL_SERVICE, "disable_banner", "enable_async_loading"),
+        *("enable_lazy_memory_allocator", "extra_config.resp_num_threads"),
+        *("extra_config.save_chunk_meta", "log_level", "lookup_timeout_ms", "min_retrieve_tokens"),
+        *("numa_mode", "pin_check_interval_sec", "pin_timeout_sec", "pre_caching_hash_algorithm"),
+        *("py_enable_gc", "save_unfull_chunk", "track_usage", "use_experimental"),
+        *("use_gpu_connector_v3", "use_layerwise"),
     }
 )
 """Keys that change no answer and no place. LMCache itself has given up ``use_experimental``, which

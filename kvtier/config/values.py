@@ -99,10 +99,6 @@ def _each(parse: Callable[[object], object]) -> Callable[[object], str]:
     return parse_all
 
 
-def _addresses(given: object) -> str:
-    return _each(_text(r"(unix:///[^\s,]+|tcp://[^\s,]+:\d+)"))(given)
-
-
 def _sizes(given: object) -> int | str:
     if isinstance(given, list | tuple) or "," in str(given):
         return _each(lambda text: f"{parse_size(text)}B")(given)
@@ -110,7 +106,6 @@ def _sizes(given: object) -> int | str:
 
 
 def _as_given(parse: Callable[[str], object]) -> Callable[[object], str]:
-
     def check(given: object) -> str:
         parse(str(given))
         return str(given)
@@ -141,7 +136,7 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "file": (_text(r"/[^\0\n]*"), "an absolute path such as /etc/kvtier/token"),
     "http": (_http, "http://host:port, https://host:port or off"),
     "address": (
-        _addresses,
+        _each(_text(r"(unix:///[^\s,]+|tcp://[^\s,]+:\d+)")),
         "unix:///path/kvtier.sock or tcp://host:port, of several hosts one for each",
     ),
     "streams": (

@@ -262,7 +262,7 @@ Sizes = tuple[int | None, Sequence[int]]
 """See :meth:`Server.prepare`."""
 
 
-def serve(
+async def serve(
     make: Callable[[], Server], beside: Beside, ready: Beside, sizes: Sizes, timeout_s: float = 20.0
 ) -> bool:
     """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the
@@ -271,12 +271,6 @@ def serve(
     ``beside`` runs all the time, ``ready`` only while engines are let in. False: something was
     dropped at the end. Raises KVTierError when the server cannot start.
     """
-    return asyncio.run(_until_told(make, beside, ready, sizes, timeout_s))
-
-
-async def _until_told(
-    make: Callable[[], Server], beside: Beside, ready: Beside, sizes: Sizes, timeout_s: float
-) -> bool:
     told = asyncio.Event()
     server = make()
     for number in (signal.SIGTERM, signal.SIGINT):

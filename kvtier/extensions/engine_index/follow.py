@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -74,20 +74,6 @@ class Followed:
     def drop(self) -> None:
         self.picture.clear()
         self.counts["dropped"] += 1
-
-
-@asynccontextmanager
-async def following(
-    engines: Sequence[Followed], trouble: MutableMapping[str, str]
-) -> AsyncIterator[None]:
-    """Follow them while the context lasts. ``trouble`` is told, by subject, which cannot be."""
-    tasks = [asyncio.create_task(_Follower(engine, trouble).run()) for engine in engines]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Follower:
@@ -279,8 +265,17 @@ class FollowedEngines(EngineIndex, ServerExtension):
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._engines = [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
 
-    def beside(self, server: Server) -> AbstractAsyncContextManager[None]:
-        return following(self._engines, server.trouble)
+    @asynccontextmanager
+    async def beside(self, server: Server) -> AsyncIterator[None]:
+        """``server.trouble`` is told, by subject, which engines cannot be followed."""
+        followers = [_Follower(engine, server.trouble) for engine in self._engines]
+        tasks = [asyncio.create_task(follower.run()) for follower in followers]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def status(self) -> list[EngineStatus]:
         return [

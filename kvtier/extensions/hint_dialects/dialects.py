@@ -36,12 +36,8 @@ _MOST_BLOCKS = 30_000
 """Most objects of a searched list. More would hold the API server's loop for milliseconds."""
 _MOST_MARKS = 1000
 _SESSION_HEADERS = (
-    "x-session-id",
-    "x-dynamo-session-id",
-    "x-claude-code-session-id",
-    "thread-id",
-    "session-id",
-    "session_id",
+    *("x-session-id", "x-dynamo-session-id", "x-claude-code-session-id"),
+    *("thread-id", "session-id", "session_id"),
 )
 _CLAUDE_SESSION, _CLAUDE_AGENT = "x-claude-code-session-id", "x-claude-code-agent-id"
 _FINAL = "x-dynamo-session-final"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
@@ -173,17 +172,11 @@ def _allocated(size: int) -> int:
     return -(-size // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class SettingsVerdict:
-    good: bool
-    text: str
-
-
 def check_settings(
     policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool
-) -> SettingsVerdict:
-    """Verdict on ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0: no limit)
-    and our budget together.
+) -> tuple[bool, str]:
+    """Whether ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0: no limit) and
+    our budget are good together, and why.
 
     Redis's own eviction knows keys, not runs, so it takes heads of runs and single parts. On real
     traces ``allkeys-lru`` lost 2 to 13 points of hit ratio against leaf-first order,
@@ -192,26 +185,19 @@ def check_settings(
     worst = max(policies, key=_harm, default="noeviction")
     if _harm(worst) == 0 or (_harm(worst) == 1 and not ttl):
         if 0 < maxmemory < bytes_:
-            return SettingsVerdict(
-                False,
+            return False, (
                 "the limit is less than our budget, so Redis will refuse writes before we make "
-                "room; lower redis_bytes or raise maxmemory",
+                "room; lower redis_bytes or raise maxmemory"
             )
-        return SettingsVerdict(True, "good: kvtier alone decides what leaves, leaf first")
+        return True, "good: kvtier alone decides what leaves, leaf first"
     if maxmemory == 0:
-        return SettingsVerdict(
-            True,
-            "good as long as there is no limit; set maxmemory-policy noeviction before you set one",
-        )
-    cost = (
-        "hit ratio falls far"
-        if worst.endswith("random")
-        else "this cost 2 to 13 points of hit ratio on real traces"
-    )
-    return SettingsVerdict(
-        False,
-        f"Redis may evict heads of runs and single parts of chunks by itself; {cost}; "
-        "set maxmemory-policy noeviction, kvtier makes room by itself",
+        advice = "set maxmemory-policy noeviction before you set one"
+        return True, f"good as long as there is no limit; {advice}"
+    far = "hit ratio falls far", "this cost 2 to 13 points of hit ratio on real traces"
+    return False, (
+        "Redis may evict heads of runs and single parts of chunks by itself; "
+        f"{far[not worst.endswith('random')]}; set maxmemory-policy noeviction, kvtier makes room "
+        "by itself"
     )
 
 

@@ -137,15 +137,10 @@ def _speed(redis: Redis, seconds: float) -> Fact[float]:
     room = (redis.maxmemory.value or 1 << 62) - (redis.used.value or 0)
     if room < _FREE_PARTS * _BLOCK_BYTES:
         return unknown("Redis is too full to try")
-    name, value = (
-        f"kvtier:probe:{os.getpid()}".encode(),
-        memoryview(bytearray(os.urandom(_BLOCK_BYTES))),
-    )
+    name, provider = f"kvtier:probe:{os.getpid()}".encode(), redis.credential_provider
+    value, timeout_s = memoryview(bytearray(os.urandom(_BLOCK_BYTES))), max(0.2, seconds)
     servers = RedisServers(
-        redis.url,
-        credential_provider=redis.credential_provider,
-        connections=1,
-        timeout_s=max(0.2, seconds),
+        redis.url, credential_provider=provider, connections=1, timeout_s=timeout_s
     )
 
     def put(_: int) -> int:
@@ -262,9 +257,8 @@ def redis_findings(own: RedisSection, redis: Redis) -> Iterator[Finding]:
         yield Finding("redis", "fail", f"{where}: {redis.reachable.source}", do)
         return
     limit, policy = redis.maxmemory.value, redis.policy.value or "unknown"
-    seen = (
-        f"{where}: maxmemory {size_text(limit) if limit else 'not set'}, maxmemory-policy {policy}"
-    )
+    most = size_text(limit) if limit else "not set"
+    seen = f"{where}: maxmemory {most}, maxmemory-policy {policy}"
     if not limit and own.bytes_ is None:
         do = "set redis_bytes, or maxmemory in Redis: without both no size is safe"
         yield Finding("redis", "fail", seen, do)

@@ -49,7 +49,10 @@ class RedisServers:
         timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        given = _understood(url)
+        try:
+            given = parse(url)
+        except ConfigError as error:
+            raise ConfigError(f"redis_url: {error}") from None
         self.timeout_s, self._connections = timeout_s, connections
         self.kind: Kind = given.kind
         self.label = given.label
@@ -138,13 +141,6 @@ class RedisServers:
         for one in gone:
             one.close()
         return pool
-
-
-def _understood(url: str) -> RedisUrl:
-    try:
-        return parse(url)
-    except ConfigError as error:
-        raise ConfigError(f"redis_url: {error}") from None
 
 
 def _nodes(

@@ -83,16 +83,14 @@ def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
         if (reason := hopeless(error)) is not None:
             raise TierError(f"Redis tier {servers.label}: {reason}") from error
         raise
-    denied = [
-        reply for reply in replies if isinstance(reply, RefusedError) and reply.code == "NOPERM"
-    ]
-    if denied:
-        names = probe.decode().removesuffix("probe") + "*"
-        more = " +cluster|slots" if servers.kind == "cluster" else ""
-        raise TierError(
-            f"Redis tier {servers.label}: the user lacks a right ({denied[0]}); allow "
-            f"{_RIGHTS}{more} on keys {names}"
-        )
+    for reply in replies:
+        if isinstance(reply, RefusedError) and reply.code == "NOPERM":
+            names = probe.decode().removesuffix("probe") + "*"
+            more = " +cluster|slots" if servers.kind == "cluster" else ""
+            raise TierError(
+                f"Redis tier {servers.label}: the user lacks a right ({reply}); allow "
+                f"{_RIGHTS}{more} on keys {names}"
+            )
     return facts
 
 
@@ -114,9 +112,9 @@ def room_for(
             f"Redis tier {label}: {bytes_:,} bytes hold no chunk; give at least {room:,}"
         )
     if policies:
-        finding = check_settings(policies, limit, bytes_, ttl)
+        good, why = check_settings(policies, limit, bytes_, ttl)
         _LOG.log(
-            logging.INFO if finding.good else logging.WARNING,
+            logging.INFO if good else logging.WARNING,
             "Redis tier %s: room for %d chunks (%.2f GiB); maxmemory-policy %s, maxmemory %s, of "
             "which %s are used: %s",
             label,
@@ -125,7 +123,7 @@ def room_for(
             "/".join(policies),
             f"{limit / 2**30:.2f} GiB" if limit else "not set",
             size_text(used_of(facts)),
-            finding.text,
+            why,
         )
     return bytes_ // room
 

@@ -169,10 +169,9 @@ class Wire:
         if isinstance(answer, RefusedError):
             raise RedisError(str(answer))
         match answer:
-            case [bytes(cursor), [*names]] if _NUMBER.fullmatch(cursor) and all(
-                map(_is_name, names)
-            ):
-                return cursor, names
+            case [bytes(cursor), [*names]]:
+                if _NUMBER.fullmatch(cursor) and {*map(type, names)} <= {bytes}:
+                    return cursor, names
         raise ProtocolError("the reply to SCAN is not a cursor and names")
 
     def fill(self, memory: memoryview) -> None:
@@ -351,10 +350,6 @@ class _Replies:
             raise ProtocolError(
                 f"a reply is larger than {self._bounds.size} bytes, the most expected"
             )
-
-
-def _is_name(reply: Reply) -> bool:
-    return isinstance(reply, bytes)
 
 
 def _number(text: bytes) -> int:

@@ -37,12 +37,14 @@ def test_a_start_that_takes_long_can_be_stopped():
         was_ready.append(server)
         yield
 
-    clean = serve(
-        lambda: Server(opens_late, ()),
-        lambda server: nullcontext(),
-        ready,
-        (4096, ()),
-        timeout_s=0.1,
+    clean = asyncio.run(
+        serve(
+            lambda: Server(opens_late, ()),
+            lambda server: nullcontext(),
+            ready,
+            (4096, ()),
+            timeout_s=0.1,
+        )
     )
     gate.set()
     assert (clean, was_ready) == (False, [])
@@ -50,11 +52,13 @@ def test_a_start_that_takes_long_can_be_stopped():
 
 def test_a_size_that_cannot_be_opened_ends_the_start():
     with pytest.raises(KVTierError, match="nobody opens 4096"):
-        serve(
-            lambda: Server(_opens_nothing, ()),
-            lambda _: nullcontext(),
-            lambda _: nullcontext(),
-            (4096, ()),
+        asyncio.run(
+            serve(
+                lambda: Server(_opens_nothing, ()),
+                lambda _: nullcontext(),
+                lambda _: nullcontext(),
+                (4096, ()),
+            )
         )
 
 
