@@ -18,15 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtier.autoconfig.breakeven import (
-    CPU_CORE_FLOPS,
-    GPU_KINDS,
-    GPU_MEMORY_PART,
-    estimated_prefill,
-    gpu_kind,
-    gpu_kv_bytes,
-    offload_from,
-)
+from kvtier.autoconfig import breakeven
 from kvtier.autoconfig.draft import Load, Plan, Row, TierDraft, break_even_row, pays
 from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Facts, Memory, SizingTrace
 from kvtier.config.keys import Config
@@ -117,14 +109,14 @@ def _prefill(facts: Facts, ranks: int, draft: Plan) -> PrefillTime:
     size = max(1, draft.take("active_parameters", model.active_parameters, guess, why))
     if gpus.count.value == 0:
         cores = (facts.memory.cpus.value or 1) * (facts.engine.hosts.value or 1)
-        peak, source = CPU_CORE_FLOPS * cores, f"estimated for {cores} CPU cores"
+        peak, source = breakeven.CPU_CORE_FLOPS * cores, f"estimated for {cores} CPU cores"
     else:
-        kind = gpu_kind(gpus.kind.value or "")
-        peak = (kind or GPU_KINDS["H100"]).flops * ranks
+        kind = breakeven.gpu_kind(gpus.kind.value or "")
+        peak = (kind or breakeven.GPU_KINDS["H100"]).flops * ranks
         source = f"estimated for {ranks} x {gpus.kind.value}"
         if kind is None:
             source += ", taken as an H100: with a faster GPU a tier pays only for longer hits"
-    prefill = estimated_prefill(size, model.attention_flops.value or 0, peak)
+    prefill = breakeven.estimated_prefill(size, model.attention_flops.value or 0, peak)
     why = "before attention; not measured yet"
     draft.show("prefill_tokens_per_second", round(1 / prefill.per_token), source, why)
     return prefill
@@ -135,7 +127,7 @@ def _link(facts: Facts, ranks: int, draft: Plan) -> float:
     if facts.gpus.count.value == 0:
         why = "5 GB/s is slow for one thread's copy"
         return max(1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, why))
-    kind = gpu_kind(facts.gpus.kind.value or "")
+    kind = breakeven.gpu_kind(facts.gpus.kind.value or "")
     return (kind.link if kind else 10e9) * ranks
 
 
@@ -467,13 +459,15 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     weights, gpus = facts.model.weight_bytes.value, facts.gpus
     memory = (facts.memory.total if gpus.shared.value is not None else gpus.bytes_each).value
     if own.value is None and weights and memory and gpus.count.value:
-        tokens = offload_from(gpu_kv_bytes(load.ranks, memory, weights), load.kv_bytes)
+        tokens = breakeven.offload_from(
+            breakeven.gpu_kv_bytes(load.ranks, memory, weights), load.kv_bytes
+        )
         own = known(tokens, f"{load.ranks} x {size_text(memory)} less weights")
     if own.value is None:
         return
     why = "smaller working sets fit in the engine's own KV cache"
     draft.show("ram_useful_from_tokens", own.value, own.source, why)
-    least = offload_from(ram_bytes, load.kv_bytes)
+    least = breakeven.offload_from(ram_bytes, load.kv_bytes)
     draft.show(
         "nvme_useful_from_tokens", least, "ram_bytes", "smaller working sets fit in the RAM tier"
     )
@@ -516,8 +510,8 @@ def _show_shared(facts: Facts, ram_bytes: int, load: Load, draft: Plan) -> None:
     why = "CPU and GPU share one memory: RAM keeps the slots that loads need, the disk the chunks"
     draft.show("unified_memory", name.value, name.source, why)
     if total and ram_bytes and not facts.engine.started.value:
-        share = GPU_MEMORY_PART - ram_bytes * load.stores / total
-        what = f"vLLM's {_LESS}: its usual {GPU_MEMORY_PART} less the RAM tier"
+        share = breakeven.GPU_MEMORY_PART - ram_bytes * load.stores / total
+        what = f"vLLM's {_LESS}: its usual {breakeven.GPU_MEMORY_PART} less the RAM tier"
         draft.show(
             "gpu_memory_utilization", int(share * 100) / 100, facts.memory.total.source, what
         )

@@ -16,17 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvtier.admin import status
 from kvtier.admin.forms import Namespace, Namespaces
-from kvtier.admin.status import (
-    EVERY_S,
-    EngineStatus,
-    Moment,
-    Moments,
-    SizeClassStatus,
-    Stats,
-    TierStatus,
-    moment,
-)
 from kvtier.cli.operate import Surface, queued, tier_name, what_if
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.terminal import printable, size_text, width
@@ -48,10 +39,10 @@ _FAULTS = ("refused", "failed", "corrupt")
 
 
 class Look(NamedTuple):
-    stats: Stats
+    stats: status.Stats
     tenants: Sequence[str] | None
     """Names of tenants. None: they are told to those who have the token."""
-    past: Sequence[Moment] = ()
+    past: Sequence[status.Moment] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,11 +114,11 @@ def _waited(typed: int | None, console: Console, redraw: Callable[[], None]) -> 
     return False
 
 
-def _look(surface: Surface, past: Sequence[Moment]) -> Look:
+def _look(surface: Surface, past: Sequence[status.Moment]) -> Look:
     """``past``: what is known of the last hour. It is asked for again when it is too old."""
-    stats = surface.ask("/v1/stats", Stats)
-    if not past or not 0 <= stats.uptime_s - past[-1].uptime_s < EVERY_S:
-        past = surface.ask("/v1/history", Moments).moments
+    stats = surface.ask("/v1/stats", status.Stats)
+    if not past or not 0 <= stats.uptime_s - past[-1].uptime_s < status.EVERY_S:
+        past = surface.ask("/v1/history", status.Moments).moments
     if not surface.has_token:
         return Look(stats, None, past)
     found = surface.ask("/v1/namespaces", Namespaces).namespaces
@@ -141,11 +132,11 @@ def _name(one: Namespace) -> str:
 class Screen:
     def __init__(self) -> None:
         self.trouble = ""
-        self._before: Stats | None = None
+        self._before: status.Stats | None = None
         self._now: Look | None = None
 
     @property
-    def past(self) -> Sequence[Moment]:
+    def past(self) -> Sequence[status.Moment]:
         return self._now.past if self._now else ()
 
     def add(self, look: Look) -> None:
@@ -176,7 +167,7 @@ class Screen:
     def _parts(self, columns: int) -> list[RenderableType]:
         assert self._now is not None
         stats, tenants, past = self._now
-        moments = [*past, moment(stats)]
+        moments = [*past, status.moment(stats)]
         parts: list[RenderableType] = [_head(stats)]
         parts += [_warning(words) for words in filter(None, (self.trouble, *stats.trouble))]
         parts.append(_hit_rate(moments, stats))
@@ -202,7 +193,7 @@ def _plain(text: str, style: str = "") -> RenderableType:
     return Text(printable(text), style=style)
 
 
-def _followed(engine: EngineStatus) -> RenderableType:
+def _followed(engine: status.EngineStatus) -> RenderableType:
     blocks = ", ".join(f"{tier} {count:,} blocks" for tier, count in engine.blocks.items())
     return _plain(
         f"{engine.engine}: {(blocks or 'nothing') if engine.followed else 'not followed'}"
@@ -217,7 +208,7 @@ def _warning(words: str) -> RenderableType:
     return _plain(f"TROUBLE: {words}", "bold red")
 
 
-def _head(now: Stats) -> RenderableType:
+def _head(now: status.Stats) -> RenderableType:
     hours, minutes = divmod(int(now.uptime_s) // 60, 60)
     memory = f"{size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
     well = now.ready and not now.trouble
@@ -228,7 +219,7 @@ def _head(now: Stats) -> RenderableType:
     )
 
 
-def _hit_rate(moments: Sequence[Moment], stats: Stats) -> RenderableType:
+def _hit_rate(moments: Sequence[status.Moment], stats: status.Stats) -> RenderableType:
     now = moments[-1]
     first = next(one for one in moments if one.uptime_s >= now.uptime_s - _MINUTE_S)
     asked, hits = now.asked_tokens - first.asked_tokens, now.hit_tokens - first.hit_tokens
@@ -243,7 +234,7 @@ def _hit_rate(moments: Sequence[Moment], stats: Stats) -> RenderableType:
     )
 
 
-def _size_words(one: SizeClassStatus) -> str:
+def _size_words(one: status.SizeClassStatus) -> str:
     models = f" ({', '.join(one.models)})" if one.models else ""
     return f"chunks of {size_text(one.slot_bytes)}{models}"
 
@@ -258,13 +249,15 @@ def _table(*heads: str) -> Table:
     return made
 
 
-def _same_size(one: SizeClassStatus, before: Stats | None) -> SizeClassStatus | None:
+def _same_size(
+    one: status.SizeClassStatus, before: status.Stats | None
+) -> status.SizeClassStatus | None:
     sizes = before.size_classes if before else ()
     old = next((each for each in sizes if each.slot_bytes == one.slot_bytes), None)
     return old if old is not None and len(old.tiers) == len(one.tiers) else None
 
 
-def _tiers(now: SizeClassStatus, looked: Stats | None, uptime_s: float) -> Table:
+def _tiers(now: status.SizeClassStatus, looked: status.Stats | None, uptime_s: float) -> Table:
     before = _same_size(now, looked)
     seconds = max(1e-3, uptime_s - looked.uptime_s) if looked else 1.0
     columns = {"tier": [*map(tier_name, now.tiers)], "full": [*map(_fill, now.tiers)]}
@@ -289,12 +282,12 @@ def _tiers(now: SizeClassStatus, looked: Stats | None, uptime_s: float) -> Table
     return made
 
 
-def _fill(tier: TierStatus) -> str:
+def _fill(tier: status.TierStatus) -> str:
     share = tier.held / tier.capacity if tier.capacity else 0.0
     return f"{'█' * round(share * _FULL_COLUMNS):░<{_FULL_COLUMNS}} {share:4.0%}"
 
 
-def _over_time(moments: Sequence[Moment], columns: int) -> RenderableType:
+def _over_time(moments: Sequence[status.Moment], columns: int) -> RenderableType:
     """Chunks that each tier served, one bar for each stretch of the last hour."""
     tiers = list(moments[-1].loads)
     label = max(map(len, tiers), default=0)
@@ -320,7 +313,7 @@ def _bars(counts: Sequence[int], highest: int) -> str:
     return "".join(_BARS[-(-max(0, count) * most // highest) if highest else 0] for count in counts)
 
 
-def _misses(now: Stats) -> list[RenderableType]:
+def _misses(now: status.Stats) -> list[RenderableType]:
     counts = Counter[str]()
     for one in now.size_classes:
         counts.update(one.missed)
@@ -335,7 +328,7 @@ def _misses(now: Stats) -> list[RenderableType]:
     return [*(_plain(f"NO HITS: {words}", "red") for words in verdicts), *parts]
 
 
-def _engines(now: Stats) -> RenderableType:
+def _engines(now: status.Stats) -> RenderableType:
     there = now.connections
     told = {
         "with memory still mapped": there.lingering,
@@ -347,7 +340,7 @@ def _engines(now: Stats) -> RenderableType:
     return _plain(f"engines: {there.open} connected{more}; {there.accepted} so far")
 
 
-def _tenants(now: Stats, tenants: Sequence[str] | None) -> RenderableType:
+def _tenants(now: status.Stats, tenants: Sequence[str] | None) -> RenderableType:
     count = sum(one.namespaces for one in now.size_classes)
     if tenants is None:
         return _plain(f"tenants and models: {count} (names with --token-file)")

@@ -17,15 +17,8 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
 from kvtier.protocol import wire
 from kvtier.server.connection import Connection
+from kvtier.server.listening import strangers
 from kvtier.server.listening.listeners import Listener
-from kvtier.server.listening.strangers import (
-    STRANGERS_S,
-    Handshakes,
-    LogLimit,
-    Turns,
-    accepted,
-    origin_of,
-)
 from kvtier.server.registry import SizeClasses
 from kvtier.server.session import Publication
 from kvtier.store.store import Store
@@ -76,8 +69,8 @@ class Server:
         self.counts: Counter[str] = Counter()
         """Connections since the start, by ``accepted``, ``rejected``, ``dropped``, ``ended``."""
         self.connections: set[Connection] = set()
-        self.handshakes: Handshakes[Connection] = Handshakes()
-        self._turns = Turns(self.loop)
+        self.handshakes: strangers.Handshakes[Connection] = strangers.Handshakes()
+        self._turns = strangers.Turns(self.loop)
         self.lingering: set[Connection] = set()
         """Closed connections of engines of which some process still has the pool mapped."""
         self.started = time.monotonic()
@@ -87,7 +80,7 @@ class Server:
         """In words, by subject, apart from tiers in use now. The admin surface shows it."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
-        self._log_limit = LogLimit(10, 10.0, letters=1000)
+        self._log_limit = strangers.LogLimit(10, 10.0, letters=1000)
 
     @property
     def stores(self) -> dict[int, Store]:
@@ -169,8 +162,8 @@ class Server:
         def failed(error: OSError) -> None:
             self._log("cannot accept at %s: %s", listener.address, error)
 
-        pause_s = 0.0 if listener.local else STRANGERS_S
-        async for sock, peer in accepted(self.loop, listener.socket, failed, pause_s):
+        pause_s = 0.0 if listener.local else strangers.STRANGERS_S
+        async for sock, peer in strangers.accepted(self.loop, listener.socket, failed, pause_s):
             self.counts["accepted"] += 1
             if not self._may_enter(listener, sock):
                 self.counts["rejected"] += 1
@@ -218,7 +211,7 @@ class Server:
             if not listener.local:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await self._turns.greet(sock, one, listener.tls, origin_of(address))
+            await self._turns.greet(sock, one, listener.tls, strangers.origin_of(address))
         except OSError as error:
             self._forget(one)
             if isinstance(error, ConnectionResetError):

@@ -9,19 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kvtier.autoconfig.probe.gpus import shared_memory
-from kvtier.cli import sglang_command
+from kvtier.cli import sglang_command, vllm_command
 from kvtier.cli.checks.installed import look, verdict
-from kvtier.cli.vllm_command import (
-    ALLOCATOR,
-    CUMEM,
-    EXPANDABLE,
-    has_own_allocator,
-    recomputing,
-    refuse_expandable_segments,
-    refuse_own_offloading,
-    transfer,
-    understood,
-)
 from kvtier.config.load import REPLACE_LMCACHE, replaces_lmcache
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core import processes
@@ -97,21 +86,21 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
     """Whether LMI's options and vLLM's command keep kvtier's connector, or SGLang's its storage."""
     env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
     try:
-        refuse_own_offloading(env)
+        vllm_command.refuse_own_offloading(env)
         if not vllm:
             return
         if sglang_command.is_sglang(vllm):
             sglang_command.refuse(vllm)
             yield Finding("command", "ok", sglang_command.verdict(vllm, env))
             return
-        arguments = understood(vllm, env.get("PATH")).arguments
-        said = transfer(arguments, replaces_lmcache(env))
-        refuse_expandable_segments(arguments, env)
+        arguments = vllm_command.understood(vllm, env.get("PATH")).arguments
+        said = vllm_command.transfer(arguments, replaces_lmcache(env))
+        vllm_command.refuse_expandable_segments(arguments, env)
     except ConfigError as error:
         do = "start the engine with kvtier launch, which looks at it first"
         yield Finding("command", "fail", str(error), do)
         return
-    if recomputing(vllm) == vllm:
+    if vllm_command.recomputing(vllm) == vllm:
         yield Finding("command", "ok", "; ".join(said))
     else:
         do = "start it with kvtier launch, or say so beside kv_connector"
@@ -122,9 +111,9 @@ def check_command(words: Sequence[str]) -> Iterator[Finding]:
         yield Finding("allocator", "warn", lacks, do)
 
 
-_TOLD = f"{ALLOCATOR}={EXPANDABLE}"
-SETTINGS = f"{CUMEM} and {_TOLD}"
-_VARIABLES = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
+_TOLD = f"{vllm_command.ALLOCATOR}={vllm_command.EXPANDABLE}"
+SETTINGS = f"{vllm_command.CUMEM} and {_TOLD}"
+_VARIABLES = (vllm_command.ALLOCATOR, "PYTORCH_ALLOC_CONF")
 
 
 def allocator(arguments: Sequence[str], env: Mapping[str, str], shared: Fact[str]) -> str:
@@ -133,9 +122,9 @@ def allocator(arguments: Sequence[str], env: Mapping[str, str], shared: Fact[str
     name = shared.value
     if name is None or name.startswith("AMD"):
         return ""
-    if any(EXPANDABLE in env.get(variable, "") for variable in _VARIABLES):
+    if any(vllm_command.EXPANDABLE in env.get(variable, "") for variable in _VARIABLES):
         return ""
-    lacks = _TOLD if has_own_allocator(arguments) else SETTINGS
+    lacks = _TOLD if vllm_command.has_own_allocator(arguments) else SETTINGS
     return (
         f"CPU and GPU share one memory ({name}) and {lacks} is not set: torch keeps what long "
         "prompts took, until the host has none left"

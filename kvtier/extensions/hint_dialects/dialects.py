@@ -13,19 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.connectors.vllm.hint_words import (
-    BAD,
-    KEEP,
-    MOST_ACTIONS,
-    OVER,
-    PRIORITY,
-    SESSION,
-    Words,
-    finite,
-    say_action,
-    seconds,
-    short_name,
-)
+from kvtier.connectors.vllm import hint_words
 
 _EPHEMERAL_S = 300.0
 """Anthropic's default ``ttl`` of ``cache_control``."""
@@ -78,7 +66,7 @@ def fields(body: bytes) -> dict[str, msgspec.Raw]:
 
 def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Words for ``kv_transfer_params`` from a request. ``headers``: names in lower case."""
-    words = Words()
+    words = hint_words.Words()
     for field, reader in _FIELDS.items():
         if field not in body:
             continue
@@ -89,11 +77,13 @@ def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict
     _marks(words, body)
     _session(words, body, headers)
     if _FINAL in headers:
-        words.say(OVER, _FLAGS.get(headers[_FINAL].strip().lower()))
-    return words.said | ({BAD: words.bad} if words.bad else {})
+        words.say(hint_words.OVER, _FLAGS.get(headers[_FINAL].strip().lower()))
+    return words.said | ({hint_words.BAD: words.bad} if words.bad else {})
 
 
-def _session(words: Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> None:
+def _session(
+    words: hint_words.Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str, str]
+) -> None:
     arguments, named = _small(body.get("vllm_xargs", _NONE)), []
     if "session_id" in body:
         named.append(_small(body["session_id"]))
@@ -106,28 +96,28 @@ def _session(words: Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str
         named.append(arguments.get("session_id"))
     for name in named:
         if name:
-            words.say(SESSION, short_name(name))
+            words.say(hint_words.SESSION, hint_words.short_name(name))
 
 
-def _envelope(words: Words, given: Any) -> None:
+def _envelope(words: hint_words.Words, given: Any) -> None:
     actions = given.get("actions") if isinstance(given, dict) else None
     if not isinstance(actions, list):
         words.bad += 1
         return
-    for action in actions[:MOST_ACTIONS]:
+    for action in actions[: hint_words.MOST_ACTIONS]:
         said = action if isinstance(action, dict) else {}
-        say_action(words, said.get("action_type"), said.get("payload"))
-    words.bad += len(actions[MOST_ACTIONS:])
+        hint_words.say_action(words, said.get("action_type"), said.get("payload"))
+    words.bad += len(actions[hint_words.MOST_ACTIONS :])
 
 
-def _nvext(words: Words, given: Any) -> None:
+def _nvext(words: hint_words.Words, given: Any) -> None:
     if not isinstance(given, dict):
         words.bad += 1
         return
     if "kv_hints" in given:
         _envelope(words, given["kv_hints"])
     if given.get("cache_control") is not None:
-        words.say(KEEP, _marked(given["cache_control"]))
+        words.say(hint_words.KEEP, _marked(given["cache_control"]))
     hints = given.get("agent_hints")
     if hints is None:
         return
@@ -135,29 +125,29 @@ def _nvext(words: Words, given: Any) -> None:
         words.bad += 1
         return
     for name, value in hints.items():
-        words.say(PRIORITY, finite(value) if name == "priority" else None)
+        words.say(hint_words.PRIORITY, hint_words.finite(value) if name == "priority" else None)
 
 
-def _retention(words: Words, given: Any) -> None:
+def _retention(words: hint_words.Words, given: Any) -> None:
     if given not in ("in_memory", "in-memory"):  # these ask for what is done anyway
-        words.say(KEEP, seconds(given))
+        words.say(hint_words.KEEP, hint_words.seconds(given))
 
 
-def _options(words: Words, given: Any) -> None:
+def _options(words: hint_words.Words, given: Any) -> None:
     if not isinstance(given, dict):
         words.bad += 1
     elif given.get("ttl") is not None:
-        words.say(KEEP, seconds(given["ttl"]))
+        words.say(hint_words.KEEP, hint_words.seconds(given["ttl"]))
 
 
-def _marks(words: Words, body: Mapping[str, msgspec.Raw]) -> None:
+def _marks(words: hint_words.Words, body: Mapping[str, msgspec.Raw]) -> None:
     """Anthropic's marks. The longest counts, for all of the prompt: how many tokens lie before a
     mark cannot be told here."""
     found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
     good = [one for one in found if one is not None]
     words.bad += len(found) - len(good)
     if good:
-        words.say(KEEP, max(good))
+        words.say(hint_words.KEEP, max(good))
 
 
 def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
@@ -188,10 +178,10 @@ def _marks_of(body: Mapping[str, msgspec.Raw], field: str) -> Iterator[msgspec.R
 def _marked(mark: Any) -> float | None:
     if not isinstance(mark, dict) or mark.get("type", "ephemeral") != "ephemeral":
         return None
-    return _EPHEMERAL_S if mark.get("ttl") is None else seconds(mark["ttl"])
+    return _EPHEMERAL_S if mark.get("ttl") is None else hint_words.seconds(mark["ttl"])
 
 
-_FIELDS: dict[str, Callable[[Words, Any], None]] = {
+_FIELDS: dict[str, Callable[[hint_words.Words, Any], None]] = {
     "kv_hints": _envelope,
     "nvext": _nvext,
     "prompt_cache_options": _options,

@@ -11,22 +11,11 @@ from typing import ClassVar
 from kvtier.core.terminal import size_text
 from kvtier.extensions.mooncake import url
 from kvtier.extensions.mooncake import url as rules
-from kvtier.tiers.seam import (
-    Draft,
-    Finding,
-    Opened,
-    Opening,
-    TierFacts,
-    TierSection,
-    Trial,
-    key,
-    reached,
-    then_tried,
-)
+from kvtier.tiers import seam
 
 
 @dataclass(frozen=True, kw_only=True)
-class MooncakeSection(TierSection):
+class MooncakeSection(seam.TierSection):
     name = "mooncake"
     title = "Mooncake"
     latency_s = 0.003
@@ -37,7 +26,7 @@ class MooncakeSection(TierSection):
         "KVTIER_MOONCAKE_URL='mooncake://master:50051?bytes=64GiB'"
     }
 
-    url: str | None = key(
+    url: str | None = seam.key(
         "url",
         "Mooncake's store, shared by hosts: mooncake://master:port?bytes=64GiB; none: no such tier",
         url=rules,
@@ -49,13 +38,15 @@ _CALLS = 4
 """Calls at once. Each has memory for one chunk."""
 
 
-def open(own: MooncakeSection, around: Opening) -> Opened:
+def open(own: MooncakeSection, around: seam.Opening) -> seam.Opened:
     from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
     from kvtier.tiers.away.object_layout import ObjectForm
 
     assert own.url is not None
     store = MooncakeStore(own.url, around.chunk_bytes, _CALLS)
-    return Opened(MooncakeTier(store, ObjectForm("", around.namespace), around.chunk_bytes), _CALLS)
+    return seam.Opened(
+        MooncakeTier(store, ObjectForm("", around.namespace), around.chunk_bytes), _CALLS
+    )
 
 
 def away(own: MooncakeSection) -> str:
@@ -70,18 +61,18 @@ def away(own: MooncakeSection) -> str:
     return ""
 
 
-def probe(_own: MooncakeSection) -> TierFacts:
-    return TierFacts()
+def probe(_own: MooncakeSection) -> seam.TierFacts:
+    return seam.TierFacts()
 
 
-def findings(own: MooncakeSection, tried: Trial | None) -> Iterator[Finding]:
+def findings(own: MooncakeSection, tried: seam.Trial | None) -> Iterator[seam.Finding]:
     assert own.url is not None
     place = url.parse(own.url)
     seen = f"{place.label}: its master answers; {size_text(place.bytes_)} of its pool are ours"
-    found = reached(own.name, partial(away, own), seen, "master")
+    found = seam.reached(own.name, partial(away, own), seen, "master")
     do = "look at the hosts that lend memory to the pool, and at the network between"
-    yield from then_tried([found], tried, own, do)
+    yield from seam.then_tried([found], tried, own, do)
 
 
-def plan(_found: TierFacts | None, _draft: Draft) -> None:
+def plan(_found: seam.TierFacts | None, _draft: seam.Draft) -> None:
     """Nothing to plan: the URL has the size."""

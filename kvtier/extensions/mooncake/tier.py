@@ -17,18 +17,11 @@ from kvtier.core.deadline import Deadline, reach
 from kvtier.core.errors import TierError
 from kvtier.core.processes import chosen, environment
 from kvtier.extensions.mooncake.url import MooncakeUrl, parse
-from kvtier.tiers.away.library_process import (
-    Ask,
-    HopelessError,
-    Library,
-    LibraryError,
-    LibraryProcess,
-    copied,
-)
+from kvtier.tiers.away import library_process
 from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
 from kvtier.tiers.away.whole_objects import WholeObjectTier
 
-MooncakeError = LibraryError
+MooncakeError = library_process.LibraryError
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CONNECT_S = 2.0
@@ -81,8 +74,8 @@ class MooncakeStore:
         self.label = self.url.label
         limit_s = _ANSWER_S + chunk_bytes // _SLOWEST_BYTES_S
         begin_s = _ANSWER_S + self.url.segment // _LENT_BYTES_S
-        library = Library("Mooncake", _CHILD, python, self._setup, begin_s)
-        self._process = LibraryProcess(
+        library = library_process.Library("Mooncake", _CHILD, python, self._setup, begin_s)
+        self._process = library_process.LibraryProcess(
             library, room(chunk_bytes), calls, limit_s, chosen(environment(), *_VARIABLES)
         )
 
@@ -96,14 +89,14 @@ class MooncakeStore:
         """Start, and ask the master once. Raises MooncakeError, or TierError for an operator."""
         try:
             self.has([f"{folder}/trial"])
-        except HopelessError as error:
+        except library_process.HopelessError as error:
             raise TierError(f"{self.label}: {error}") from None
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
         length = 0
         with self._process.seat() as (ask, room_):
             for part in parts:
-                length = copied(part, room_, length)
+                length = library_process.copied(part, room_, length)
             (code,) = self._asked(ask, "put", [name], length)
         if code == _FULL:
             return 0
@@ -115,7 +108,7 @@ class MooncakeStore:
         with self._process.seat() as (ask, room_):
             (length,) = self._asked(ask, "get", [name])
             if length == room(into.nbytes):
-                copied(room_[HEADER_BYTES:length], into)
+                library_process.copied(room_[HEADER_BYTES:length], into)
                 head = bytes(room_[:HEADER_BYTES])
         if length in _GONE:
             return None
@@ -145,7 +138,9 @@ class MooncakeStore:
     def close(self) -> None:
         self._process.close()
 
-    def _asked(self, ask: Ask, what: str, names: Sequence[str], *more: int) -> list[int]:
+    def _asked(
+        self, ask: library_process.Ask, what: str, names: Sequence[str], *more: int
+    ) -> list[int]:
         """One code a name. Raises MooncakeError for any other answer."""
         answer = ask(what, list(names), *more)
         if (

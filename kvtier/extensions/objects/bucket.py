@@ -20,13 +20,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.processes import chosen, environment
 from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 from kvtier.extensions.objects.url import ObjectUrl, parse
-from kvtier.tiers.away.library_process import (
-    HopelessError,
-    Library,
-    LibraryError,
-    LibraryProcess,
-    copied,
-)
+from kvtier.tiers.away import library_process
 from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
 
 _ENDPOINTS = (
@@ -84,7 +78,7 @@ def object_hosts() -> tuple[str, ...]:
 
 
 _LOG = logging.getLogger(__name__)
-FAULTS = (LibraryError,)
+FAULTS = (library_process.LibraryError,)
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALLS = 24
@@ -176,10 +170,10 @@ class Bucket:
         if hosts := object_hosts():
             client |= {"proxy_url": _NOWHERE, "proxy_excludes": ",".join(hosts)}
         setup = [f"{self.url.scheme}://{self.url.bucket}", limit_s, client]
-        library = Library(
+        library = library_process.Library(
             "the object store", _CHILD, sys.executable, lambda: setup, _BEGIN_S, _MOST_BYTES
         )
-        self._library = LibraryProcess(
+        self._library = library_process.LibraryProcess(
             library,
             room(chunk_bytes),
             _CALLS,
@@ -192,7 +186,7 @@ class Bucket:
         attributes = {_OWNER: f"{owner:0{2 * OWNER_BYTES}x}"} if owner else None
         with self._library.seat() as (ask, memory):
             for part in parts:
-                length = copied(part, memory, length)
+                length = library_process.copied(part, memory, length)
             ask("put", name, length, attributes, length >= _MULTIPART_BYTES)
         return length
 
@@ -208,7 +202,7 @@ class Bucket:
             whole = ask("get", name, length)
             if not whole:
                 return None if whole is None else b""
-            copied(memory[HEADER_BYTES:length], into)
+            library_process.copied(memory[HEADER_BYTES:length], into)
             return bytes(memory[:HEADER_BYTES])
 
     def has(self, name: str) -> bool:
@@ -266,10 +260,10 @@ class Bucket:
                 _OWNER,
             )
 
-    def told(self, error: LibraryError) -> str:
+    def told(self, error: library_process.LibraryError) -> str:
         return self.hopeless(error) or words(error)
 
-    def hopeless(self, error: LibraryError) -> str | None:
+    def hopeless(self, error: library_process.LibraryError) -> str | None:
         """The fault and its remedy, where waiting mends nothing."""
         text, code = error.text, _code(error)
         environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
@@ -296,7 +290,7 @@ class Bucket:
                 f"the credentials are refused; correct {environment}, or allow {rights} "
                 f"({words(error)})"
             )
-        if isinstance(error, HopelessError):
+        if isinstance(error, library_process.HopelessError):
             return f"{environment} make no store ({words(error)})"
         return None
 
@@ -311,7 +305,7 @@ def tried(url: str) -> str:
     return ""
 
 
-def words(error: LibraryError) -> str:
+def words(error: library_process.LibraryError) -> str:
     """A request's fault in words that hold no secret."""
     code = _code(error)
     status = found[1] if (found := re.search(r"status code: (\d{3})", error.text)) else ""
@@ -324,6 +318,6 @@ def words(error: LibraryError) -> str:
     return error.kind or str(error)
 
 
-def _code(error: LibraryError) -> str:
+def _code(error: library_process.LibraryError) -> str:
     found = re.search(r"<Code>([A-Za-z]{1,64})</Code>", error.text)
     return found[1] if found else ""

@@ -18,25 +18,13 @@ from kvtier.core.lanes import Lane
 from kvtier.core.terminal import size_text
 from kvtier.extensions.objects import url as rules
 from kvtier.extensions.objects.url import parse
-from kvtier.tiers.seam import (
-    NO_URL,
-    Draft,
-    Finding,
-    Opened,
-    Opening,
-    TierFacts,
-    TierSection,
-    Trial,
-    key,
-    reached,
-    then_tried,
-)
+from kvtier.tiers import seam
 
 DEFAULT_BYTES = 256 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectSection(TierSection):
+class ObjectSection(seam.TierSection):
     name = "object"
     title = "the bucket"
     latency_s = 0.1
@@ -47,14 +35,14 @@ class ObjectSection(TierSection):
         "with credentials and region from the environment"
     }
 
-    url: str | None = key(
+    url: str | None = seam.key(
         "url",
         "bucket that hosts share: s3://, gs:// or az://; none: no such tier",
         url=rules,
         planned="given",
         flag="bucket for the tier that outlives all hosts",
     )
-    bytes_: int | None = key(
+    bytes_: int | None = seam.key(
         "bytes",
         "our share of the bucket; none: 256 GiB",
         needs="url",
@@ -81,7 +69,7 @@ _FIRST_REQUESTS = 9
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectStore(TierFacts):
+class ObjectStore(seam.TierFacts):
     url: str
     bytes_: Fact[int] = UNSEEN
     reachable: Fact[bool] = UNSEEN
@@ -162,9 +150,9 @@ def _timed(store: ObjectStore, seconds: float) -> ObjectStore:
     )
 
 
-def plan(store: ObjectStore | None, draft: Draft) -> None:
+def plan(store: ObjectStore | None, draft: seam.Draft) -> None:
     if store is None:
-        return draft.leave_out(NO_URL)
+        return draft.leave_out(seam.NO_URL)
     if not store.reachable.value and not store.away:
         return draft.leave_out(f"cannot be used ({store.reachable.source})")
     given = store.bytes_.value is not None
@@ -191,7 +179,7 @@ SECTION = ObjectSection
 _TRIAL_BYTES = 32 << 20
 
 
-def open(own: ObjectSection, around: Opening) -> Opened:
+def open(own: ObjectSection, around: seam.Opening) -> seam.Opened:
     from kvtier.extensions.objects.bucket import Bucket
     from kvtier.extensions.objects.tier import ObjectTier
     from kvtier.tiers.away.object_layout import ObjectForm
@@ -199,7 +187,7 @@ def open(own: ObjectSection, around: Opening) -> Opened:
     assert own.url is not None
     bucket = Bucket(own.url, around.chunk_bytes)
     form = ObjectForm(bucket.url.prefix, around.namespace)
-    return Opened(ObjectTier(bucket, form, own.share, around.chunk_bytes), _REQUESTS)
+    return seam.Opened(ObjectTier(bucket, form, own.share, around.chunk_bytes), _REQUESTS)
 
 
 def away(own: ObjectSection) -> str:
@@ -210,9 +198,9 @@ def away(own: ObjectSection) -> str:
     return f"{wrong}; its chunks are misses until it can" if wrong else ""
 
 
-def findings(own: ObjectSection, tried: Trial | None) -> Iterator[Finding]:
+def findings(own: ObjectSection, tried: seam.Trial | None) -> Iterator[seam.Finding]:
     assert own.url is not None
     seen = f"{own.url}: written, read, listed and deleted; {size_text(own.share)} are ours"
-    found = reached(own.name, partial(away, own), seen, "endpoint")
+    found = seam.reached(own.name, partial(away, own), seen, "endpoint")
     do = "look at the bucket's policy and the engine's log"
-    yield from then_tried([found], tried, replace(own, bytes_=_TRIAL_BYTES), do)
+    yield from seam.then_tried([found], tried, replace(own, bytes_=_TRIAL_BYTES), do)

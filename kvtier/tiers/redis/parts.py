@@ -10,24 +10,13 @@ from typing import ClassVar
 
 from kvtier.core.fact import UNSEEN, Fact, known, or_assumed, rate, unknown
 from kvtier.core.terminal import size_text
+from kvtier.tiers import seam
 from kvtier.tiers.redis import url as rules
 from kvtier.tiers.redis.url import parse, safe
-from kvtier.tiers.seam import (
-    NO_URL,
-    Draft,
-    Finding,
-    Opened,
-    Opening,
-    TierFacts,
-    TierSection,
-    Trial,
-    key,
-    then_tried,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RedisSection(TierSection):
+class RedisSection(seam.TierSection):
     name = "redis"
     title = "Redis"
     latency_s = 0.002
@@ -37,25 +26,25 @@ class RedisSection(TierSection):
         "prefix": "every Redis key begins with 'kvtier'; namespace keeps tenants apart",
     }
 
-    url: str | None = key(
+    url: str | None = seam.key(
         "url",
         "Redis, a cluster or Sentinel, shared by hosts; none: no such tier",
         url=rules,
         planned="given",
         flag="Redis for the shared tier",
     )
-    credential_provider: str | None = key(
+    credential_provider: str | None = seam.key(
         "object",
         "dotted path of what gives user and password at each login, as redis-py's; none: redis.url",
         needs="url",
     )
-    bytes_: int | None = key(
+    bytes_: int | None = seam.key(
         "bytes",
         "our share of its memory; none: what its maxmemory allows",
         needs="url",
         planned="measured",
     )
-    ttl_s: int | None = key(
+    ttl_s: int | None = seam.key(
         "s", "chunks leave Redis after this time; none: when kvtier needs the room", needs="url"
     )
 
@@ -69,7 +58,7 @@ _FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Redis(TierFacts):
+class Redis(seam.TierFacts):
     url: str
     reachable: Fact[bool] = UNSEEN
     maxmemory: Fact[int] = UNSEEN
@@ -165,9 +154,9 @@ def _speed(redis: Redis, seconds: float) -> Fact[float]:
     return known(min(rates), "measured, one connection, 4 MiB values")
 
 
-def plan(redis: Redis | None, draft: Draft) -> None:
+def plan(redis: Redis | None, draft: seam.Draft) -> None:
     if redis is None:
-        return draft.leave_out(NO_URL)
+        return draft.leave_out(seam.NO_URL)
     if redis.away:
         reason = f"away now ({redis.reachable.source}): its room is 0 until it says how much it has"
         return draft.set("redis_url", redis.url, "given", reason)
@@ -210,7 +199,7 @@ _TRIAL_TTL_S = 300
 """For chunks that a killed self-test leaves."""
 
 
-def open(own: RedisSection, around: Opening) -> Opened:
+def open(own: RedisSection, around: seam.Opening) -> seam.Opened:
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.tier import RedisTier
@@ -221,7 +210,7 @@ def open(own: RedisSection, around: Opening) -> Opened:
     )
     form = Form(_PREFIX, around.namespace)
     tier = RedisTier(servers, form, own.bytes_, around.chunk_bytes, ttl_s=own.ttl_s)
-    return Opened(tier, _CONNECTIONS)
+    return seam.Opened(tier, _CONNECTIONS)
 
 
 def away(own: RedisSection) -> str:
@@ -244,36 +233,36 @@ def away(own: RedisSection) -> str:
     return ""
 
 
-def findings(own: RedisSection, tried: Trial | None) -> Iterator[Finding]:
+def findings(own: RedisSection, tried: seam.Trial | None) -> Iterator[seam.Finding]:
     small = replace(own, bytes_=_TRIAL_BYTES, ttl_s=_TRIAL_TTL_S)
     do = "look at Redis's memory (maxmemory), rights (ACL) and log"
-    yield from then_tried(redis_findings(own, probe(own)), tried, small, do)
+    yield from seam.then_tried(redis_findings(own, probe(own)), tried, small, do)
 
 
-def redis_findings(own: RedisSection, redis: Redis) -> Iterator[Finding]:
+def redis_findings(own: RedisSection, redis: Redis) -> Iterator[seam.Finding]:
     where = safe(own.url or "") or own.url
     if not redis.reachable.value:
         do = "start it, or correct redis_url"
-        yield Finding("redis", "fail", f"{where}: {redis.reachable.source}", do)
+        yield seam.Finding("redis", "fail", f"{where}: {redis.reachable.source}", do)
         return
     limit, policy = redis.maxmemory.value, redis.policy.value or "unknown"
     most = size_text(limit) if limit else "not set"
     seen = f"{where}: maxmemory {most}, maxmemory-policy {policy}"
     if not limit and own.bytes_ is None:
         do = "set redis_bytes, or maxmemory in Redis: without both no size is safe"
-        yield Finding("redis", "fail", seen, do)
+        yield seam.Finding("redis", "fail", seen, do)
     elif policy != "noeviction":
         do = (
             "CONFIG SET maxmemory-policy noeviction: kvtier evicts the end of a prompt first, "
             "Redis cannot know it"
         )
-        yield Finding("redis", "warn", seen, do)
+        yield seam.Finding("redis", "warn", seen, do)
     elif not limit:
-        yield Finding(
+        yield seam.Finding(
             "redis", "warn", seen, "set maxmemory: Redis may otherwise outgrow its machine"
         )
     elif (own.bytes_ or 0) > limit:
         do = f"lower redis_bytes below {size_text(limit)}"
-        yield Finding("redis", "warn", f"{seen}; redis_bytes is more", do)
+        yield seam.Finding("redis", "warn", f"{seen}; redis_bytes is more", do)
     else:
-        yield Finding("redis", "ok", seen)
+        yield seam.Finding("redis", "ok", seen)

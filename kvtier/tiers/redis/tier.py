@@ -27,21 +27,11 @@ from kvtier.core.steps import pieces
 from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.away.tier import ASKED_CHUNKS, AwayTier
 from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.redis import startup
 from kvtier.tiers.redis.chunk import get_chunk, put_chunk
 from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
-from kvtier.tiers.redis.startup import (
-    ALL_SCANNED_S,
-    ALL_SEARCHED_S,
-    SCAN_S,
-    NodeFacts,
-    greet,
-    limit_of,
-    room_for,
-    search,
-    used_of,
-)
 from kvtier.tiers.redis.upkeep import Census, Upkeep
 from kvtier.tiers.redis.wire import Reply, Wire
 
@@ -130,7 +120,7 @@ class RedisTier(AwayTier):
         self._ttl_ms = None if ttl_s is None else max(1, int(ttl_s * 1000))
         self._health = NodeHealth(servers, clock)
         self.chunk_room, self._bytes = form.room(chunk_bytes), bytes_
-        self.capacity, self._facts = 0, list[NodeFacts]()
+        self.capacity, self._facts = 0, list[startup.NodeFacts]()
         self._under_way = list[ChunkKey]()
         self._unsized = ""
         """Why the room is unknown, without an address."""
@@ -159,7 +149,9 @@ class RedisTier(AwayTier):
         """At most ``capacity`` keys, the most recently used, within bounds of time and number.
         :meth:`find` finds the rest. After a fault: what was found so far."""
         census = Census(self._form, self.chunk_bytes)
-        self._on_every_node(lambda wire: census.count(wire, SCAN_S, self._clock), ALL_SCANNED_S)
+        self._on_every_node(
+            lambda wire: census.count(wire, startup.SCAN_S, self._clock), startup.ALL_SCANNED_S
+        )
         if not census.whole:
             _LOG.warning(
                 "%s: only the first %d chunks were looked at in the time a start may take; the "
@@ -168,8 +160,8 @@ class RedisTier(AwayTier):
                 len(census.stamps),
             )
         share, ours = self.capacity * self.chunk_room, len(census.stamps) * self.chunk_room
-        limit = limit_of(self._facts) or share + used_of(self._facts)
-        self._upkeep.told(census, limit - used_of(self._facts) + ours, share)
+        limit = startup.limit_of(self._facts) or share + startup.used_of(self._facts)
+        self._upkeep.told(census, limit - startup.used_of(self._facts) + ours, share)
         return self._newest(census.stamps)
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
@@ -181,7 +173,8 @@ class RedisTier(AwayTier):
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
         found = list[ChunkKey]()
         whole = self._on_every_node(
-            lambda wire: search(wire, self._form, owner, found, self._clock), ALL_SEARCHED_S
+            lambda wire: startup.search(wire, self._form, owner, found, self._clock),
+            startup.ALL_SEARCHED_S,
         )
         return found, whole
 
@@ -344,11 +337,11 @@ class RedisTier(AwayTier):
     def _settle(self) -> int:
         """Greet Redis, and learn the room. 0 when it cannot be reached now. Raises TierError."""
         try:
-            self._facts = greet(self._servers, self._form)
+            self._facts = startup.greet(self._servers, self._form)
         except FAULTS as error:
             self._failed(self._health.of(self._form.probe).away, "failed_finds", error)
             self._unsized = "it does not answer, and redis_bytes does not say it"
-        self.capacity = room_for(
+        self.capacity = startup.room_for(
             self._servers.label,
             self.chunk_room,
             self._bytes,
