@@ -49,11 +49,8 @@ class BlockTables:
 
     def states(self, request_id: str) -> list[State]:
         """Left by this step or an older one, in blocks of their own."""
-        return (
-            list(self._told.boundary_state_offloads.get(request_id, ()))
-            if self._told is not None
-            else []
-        )
+        told = None if self._told is None else self._told.boundary_state_offloads.get(request_id)
+        return list(told or ())
 
     def forget(self, request_id: str) -> None:
         self._grown.pop(request_id, None)
@@ -61,23 +58,22 @@ class BlockTables:
 
 def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
     group, count = piece.group, geometry.blocks_per_piece(piece.group)
-    first = geometry.first_block(piece)
+    first = geometry.first_block(piece) if group.is_at_ends else piece.number * count
     blocks = list(tables[group.number][first : first + count])
     return blocks if len(blocks) == count and NULL_BLOCK not in blocks else None
 
 
-def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, list[int]]]) -> list[Move]:
-    """Of whole pieces, each with its slot and its blocks."""
-    place = {group.number: index for index, group in enumerate(geometry.groups)}
+def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int]], tables: Tables) -> list[Move]:
+    """Of whole pieces, each with its slot."""
     moves: dict[int, Move] = {}
-    for (group, _), slot, blocks in pieces:
-        move = moves.get(group.number)
+    for piece, slot in pieces:
+        move = moves.get(piece.group.number)
         if move is None:
-            moves[group.number] = Move(place[group.number], [slot], [*blocks])
-        else:
-            move.slots.append(slot)
-            move.blocks.extend(blocks)
-    return list(moves.values())
+            place = geometry.groups.index(piece.group)
+            move = moves[piece.group.number] = Move(place, [], [])
+        move.slots.append(slot)
+        move.blocks.extend(blocks_of(geometry, piece, tables) or ())
+    return [*moves.values()]
 
 
 def loading(

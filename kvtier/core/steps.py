@@ -30,8 +30,9 @@ def whole(steps: Steps[T]) -> T:
 
 def pieces(items: Sequence[T], size: int = PIECE_CHUNKS) -> Iterator[Sequence[T]]:
     """``items`` in pieces of ``size``. No items give one empty piece."""
-    for first in range(0, max(1, len(items)), size):
-        yield items[first : first + size]
+    if len(items) <= size:
+        return iter((items,))
+    return (items[first : first + size] for first in range(0, len(items), size))
 
 
 class InPieces(Generic[P, T]):

@@ -12,6 +12,8 @@ import math
 _FORGET_S = 2.0
 """Without a sample for so long, the next one has 63 % of the say."""
 _LEAST_SAY_PART = 1 / 8
+_BURST_S = -_FORGET_S * math.log(1 - _LEAST_SAY_PART)
+"""Samples that follow each other sooner have the least say."""
 _PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
 """Between trial reads of a declined tier: this, and this many reads of it, at most so long."""
 
@@ -37,7 +39,9 @@ class Average:
         if self.value is None:
             self.value = sample
         else:
-            say = max(_LEAST_SAY_PART, 1 - math.exp(-max(0.0, now - self.at) / _FORGET_S))
+            passed, say = now - self.at, _LEAST_SAY_PART
+            if passed > _BURST_S:
+                say = 1 - math.exp(-passed / _FORGET_S)
             self.value = (1 - say) * self.value + say * sample
         self.at = now
 

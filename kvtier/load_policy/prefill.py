@@ -87,8 +87,10 @@ class Prefill:
     def at_most(self, per_token: float) -> None:
         """A step took so many seconds a token, and may have had to do much else. No effect on what
         was measured."""
+        if self.known is Certainty.MEASURED:
+            return
         known = self.line.per_token if self.line is not None else math.inf
-        if self.known < Certainty.MEASURED and 0 < per_token < known:
+        if 0 < per_token < known:
             self._begin(per_token, max(self.known, Certainty.GUESSED))
 
     def _begin(self, per_token: float, known: Certainty) -> None:
@@ -151,8 +153,9 @@ class StepClock:
         step = self._planned.pop(number, None)
         in_turn, since = number == self._seen + 1, self._seen_at
         self._seen, self._seen_at = number, now
-        for missed in [one for one in self._planned if one < number]:
-            del self._planned[missed]
+        if self._planned:
+            for missed in [one for one in self._planned if one < number]:
+                del self._planned[missed]
         if step is None or not in_turn:
             return None
         planned_at, (tokens, requests, looks) = step

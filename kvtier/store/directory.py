@@ -313,7 +313,8 @@ class Directory:
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for this run. It becomes hotter in RAM and in every tier, and its
         beginning becomes the hottest."""
-        self._go_on(run)
+        if self._over:
+            self._over.difference_update(run)
         for order in self._orders:
             order.used(run)
         for tell in self.observers.used:
@@ -322,15 +323,12 @@ class Directory:
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         """A prompt's run is being stored: put it in order again everywhere. That does not count as
         a use of the chunks that are held already."""
-        self._go_on(run)
+        if self._over:
+            self._over.difference_update(run)
         for order in self._orders:
             order.ordered(run)
         for tell in self.observers.stored:
             tell(run)
-
-    def _go_on(self, run: Sequence[ChunkKey]) -> None:
-        if self._over:
-            self._over.difference_update(run)
 
     def over(self, run: Sequence[ChunkKey]) -> None:
         """Make the run the coldest everywhere, its end first, until it is used or saved again.

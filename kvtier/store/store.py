@@ -180,11 +180,12 @@ class Store:
         filling = _Filling(self.clock())
         lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
         wanted, missing = len(keys) if most is None else most, 0
-        keep: Container[ChunkKey] = frozenset(keys)
-        if is_long := len(keys) > self.most_held:
-            keep = _Unwritten(frozenset(keys), self._directory)
+        own = frozenset(keys)
+        is_long = len(keys) > self.most_held
+        keep: Container[ChunkKey] = _Unwritten(own, self._directory) if is_long else own
         try:
-            yield from self._ordering(keys[PIECE_CHUNKS:])
+            if len(keys) > PIECE_CHUNKS:
+                yield from self._ordering(keys[PIECE_CHUNKS:])
             for number, part in enumerate(pieces(keys)):
                 if number:
                     yield 0.0
@@ -203,8 +204,9 @@ class Store:
         except BaseException:
             lease.close()
             raise
-        with self._lock:
-            self.counts["save_refused"] += missing - len(entries)
+        if missing > len(entries):
+            with self._lock:
+                self.counts["save_refused"] += missing - len(entries)
         lease.keys = [entry.key for entry in entries]
         lease.slots = [entry.slot for entry in entries]
         return lease
@@ -313,10 +315,10 @@ class Store:
     ) -> Steps[None]:
         """Tell the directory of a run in pieces, the end first: the beginning is hottest."""
         parts = list(pieces(run, size)) if run else []
-        for part in reversed(parts):
+        while parts:
             with self._lock:
-                note(part)
-            if part is not parts[0]:
+                note(parts.pop())
+            if parts:
                 yield 0.0
 
     def check(self, idle: bool = False) -> None:

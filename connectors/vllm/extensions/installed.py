@@ -154,8 +154,9 @@ class HintDelivery(Extension):
             self._tell(job.request_id)
 
     def counts(self) -> dict[str, int]:
-        counts = dict(self._counts)
-        self._counts.clear()
+        if not self._counts:
+            return {}
+        counts, self._counts = self._counts, Counter()
         return counts
 
     def _tell(self, name: str) -> None:

@@ -119,8 +119,9 @@ class Misses(Extension):
     def counts(self) -> dict[str, int]:
         """Chunks since the last call as ``loaded_<place>``, ``declined_<reason>`` and
         ``missed_<reason>``, and :data:`ZERO_HITS` as 1 or 0 when it has changed."""
-        counts = dict(self._counts)
-        self._counts.clear()
+        counts: dict[str, int] = {}
+        if self._counts:
+            counts, self._counts = self._counts, Counter()
         if self._zero.counted(self._asked, self._hits, self._saved, self._why):
             logger.warning("%s", self._zero.verdict)
         if bool(self._zero.verdict) != self._told:

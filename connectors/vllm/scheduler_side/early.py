@@ -355,6 +355,8 @@ class EarlyLoads(Extension):
         return True
 
     def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
+        if not self._loads:
+            return
         busy = not self._steps_alone or self._live.running or metadata.computes
         arrivals = 0 if busy else ARRIVALS  # otherwise a wait of some milliseconds delays nothing
         while self._loads:

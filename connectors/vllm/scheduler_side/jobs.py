@@ -32,7 +32,8 @@ class Jobs:
 
     def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
         self._parts, self._clock = parts, clock
-        self._addresses: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
+        self._lent: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
+        """Where servers' pools are."""
         self._last: tuple[Pool, PoolAddress] | None = None
         """Pool of the last call, and where it is."""
         self._next = 0
@@ -59,12 +60,12 @@ class Jobs:
         return self._clock() < self._reports_until
 
     def address(self, pool: Pool | None) -> PoolAddress:
-        from kvtier.connectors.vllm.metadata import HostPools, PoolAddress
-
         if self._last is not None and pool is self._last[0]:
             return self._last[1]
+        from kvtier.connectors.vllm.metadata import HostPools, PoolAddress
+
         assert pool is not None, "a lease with slots has a pool"
-        address = self._addresses.get(pool)
+        address = self._lent.get(pool)
         if address is None:
             named = pool.path, pool.witness_path, pool.slots, pool.slot_bytes, self._parts
             if isinstance(pool, HostsPool):
@@ -73,13 +74,14 @@ class Jobs:
             else:
                 ticket = pool.ticket if isinstance(pool, FarPool) else b""
                 address = PoolAddress(*named, ticket, pool.inode)
-            self._addresses[pool] = address
+            if address.is_lent:
+                self._lent[pool] = address
         self._last = pool, address
         return address
 
     def renewed(self) -> Iterator[tuple[PoolAddress, list[int]]]:
         """Slots that have other memory than at the last call."""
-        for pool, where in self._addresses.items():
+        for pool, where in self._lent.items() if self._lent else ():
             if slots := pool.take_renewed():
                 yield where, slots
 

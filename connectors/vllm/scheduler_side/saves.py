@@ -61,20 +61,16 @@ class Saves:
         self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables
     ) -> dict[ChunkKey, Piece]:
         """Begin to save what the store takes of these pieces, and return it."""
-        geometry = self._geometry
         lease = self._store.save(list(pieces))
         if not lease.keys:
             lease.close()
             return {}
-        held = [(pieces[key], slot) for key, slot in zip(lease.keys, lease.slots, strict=True)]
-        moves = saving(
-            geometry,
-            ((piece, slot, blocks_of(geometry, piece, tables) or []) for piece, slot in held),
-        )
+        taken = {key: pieces[key] for key in lease.keys}
+        moves = saving(self._geometry, zip(taken.values(), lease.slots, strict=True), tables)
         job = Job(self._jobs.number(), self._jobs.address(lease.pool), moves)
         self._pending[job.number] = Pending(job.number, request_id, lease.keys, save=lease)
         metadata.saves.append(job)
-        return {key: pieces[key] for key in lease.keys}
+        return taken
 
     def step(self, metadata: StepMetadata, output: Any) -> None:
         """Say whether the engine has to wait until workers have read the blocks of this step's

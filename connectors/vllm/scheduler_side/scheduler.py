@@ -275,7 +275,7 @@ class SchedulerHalf:
         # Beside drafts a state is in its block only when the step has chosen among them, which is
         # after workers have saved.
         early = set(told) if output.scheduled_spec_decode_tokens.get(request_id) else set()
-        progress.states = [*progress.states, *told]
+        progress.states += told
         if finished <= progress.saved and not progress.states:
             return
         tables = self._tables.of(request_id)
@@ -285,7 +285,7 @@ class SchedulerHalf:
         pieces = self._saves.finished(prompt, keys, tables, finished, early)
         progress.saved = max(finished, progress.saved)
         taken = self._saves.begin(metadata, request_id, pieces, tables) if pieces else {}
-        tail, own = self._tails.pieces(prompt, keys, told, tables)
+        tail, own = self._tails.pieces(prompt, keys, told, tables) if told else ({}, tables)
         if tail:
             self._saves.begin(metadata, request_id, tail, own)
         for saving in self._hooks["saving"]:
@@ -396,7 +396,10 @@ class SchedulerHalf:
         return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
-        return {k: v for extension in self.extensions for k, v in extension.counts().items()}
+        told = dict[str, int]()
+        for extension in self.extensions:
+            told |= extension.counts()
+        return told
 
     def clear(self) -> None:
         """Drop every chunk in every tier, and what is being saved."""

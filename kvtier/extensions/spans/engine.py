@@ -391,8 +391,10 @@ class Spans(Extension):
         return SpanPass(number, prompt.request.request_id, list(blocks), runs) if runs else None
 
     def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
-        metadata.spans, self._begun = self._begun, []
-        metadata.passes = self._due()
+        if self._begun:
+            metadata.spans, self._begun = self._begun, []
+        if self._orders:
+            metadata.passes = self._due()
 
     def _due(self) -> list[SpanPass]:
         """No more tokens than a step of the engine's own has."""
@@ -407,7 +409,8 @@ class Spans(Extension):
     def report(self, report: StepReport) -> None:
         for pending in self._pending.values() if report.replacements else ():
             pending.stale = True
-        for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
+        ended = report.done.keys() | report.failed.keys() if self._pending else set[int]()
+        for number in ended & self._pending.keys():
             pending = self._pending[number]
             pending.done += report.done[number]
             pending.failed += report.failed[number]
@@ -456,8 +459,9 @@ class Spans(Extension):
         return None if asked is None else {FIELD: asked.told(prompt.request)}
 
     def counts(self) -> dict[str, int]:
-        counts = dict(self._counts)
-        self._counts.clear()
+        if not self._counts:
+            return {}
+        counts, self._counts = self._counts, Counter()
         return counts
 
 

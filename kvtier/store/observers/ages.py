@@ -81,8 +81,7 @@ class Ages(Observer):
         while len(used) > _USED_CHUNKS:
             self._floor = used.popitem(last=False)[1]
 
-    def stored(self, run: Sequence[ChunkKey]) -> None:
-        self.used(run)
+    stored = used
 
     def coldest(self, order: Iterable[ChunkKey]) -> int | None:
         """The turn of the last use of the chunk that leaves first in this order, estimated from the

@@ -56,8 +56,7 @@ class UsesSince(Observer):
             self._last_use.clear()
             self._lost = self._came
 
-    def stored(self, run: Sequence[ChunkKey]) -> None:
-        self.used(run)
+    stored = used
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
         """Chunks of ``run`` not used since this hint; none where that was not remembered."""

@@ -23,11 +23,10 @@ A chunk that is there but is computed all the same is *declined* and not missed.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.directory import Directory
@@ -35,7 +34,8 @@ from kvtier.store.observer import Left, Observer
 
 _WAYS = 4
 _MARK_BITS = 3
-_FIRST_PLACES = 1 << 14
+_BEGINNINGS, _MOST_EXTRAS = 2048, 8
+"""First chunks that are remembered, and of each so many salts, adapters and media."""
 
 
 class Marks:
@@ -90,46 +90,37 @@ class FirstChunks:
     saved: a mismatch of keys is told from a new prompt.
 
     It is the memory of one engine's scheduler and never leaves that process. No request is told
-    what it says, only counters are. A server keeps none, because several tenants use it. 128 KiB,
-    for about the last 3,000 beginnings. One thread uses it.
+    what it says, only counters are. A server keeps none, because several tenants use it. At most a
+    megabyte. One thread uses it.
     """
 
-    __slots__ = ("_marks",)
+    __slots__ = ("_saved",)
 
     def __init__(self) -> None:
-        self._marks = Marks(_FIRST_PLACES)
+        self._saved: OrderedDict[bytes, tuple[tuple[int, ...], ...]] = OrderedDict()
+        """By tokens: hashes of the extras under which they were saved."""
 
     def saved(self, content: bytes, extras: Sequence[bytes]) -> None:
         """``content``: a digest of the tokens alone. ``extras`` follow the order of
         :data:`EXTRAS`."""
-        for name in (content, *_names(content, extras)):
-            self._marks.put(name, 1)
+        known, new = self._saved.get(content[:8], ()), tuple(map(hash, extras))
+        if new not in known:
+            self._saved[content[:8]] = (*known, new)[-_MOST_EXTRAS:]
+            if len(self._saved) > _BEGINNINGS:
+                self._saved.popitem(last=False)
 
     def differs(self, content: bytes, extras: Sequence[bytes]) -> str:
         """The one of :data:`EXTRAS` in which this first chunk differs from a saved one. "" when
         none was saved, or the very same chunk was."""
-        if not self._marks.get(content):  # as of most prompts
+        known = self._saved.get(content[:8])
+        if known is None:  # as of most prompts
             return ""
-        whole, *others = map(self._marks.get, _names(content, extras))
-        if whole:
+        own = tuple(map(hash, extras))
+        apart = [[mine != its for mine, its in zip(own, one, strict=True)] for one in known]
+        if [False] * len(own) in apart:
             return ""
-        return next((part for part, known in zip(EXTRAS, others, strict=False) if known), "")
-
-
-def _names(content: bytes, extras: Sequence[bytes]) -> list[bytes]:
-    """Of a first chunk with all its extras, then with all but each one."""
-    whole, parts = int.from_bytes(content[:8]), [_part(*each) for each in enumerate(extras)]
-    for part in parts:
-        whole ^= part
-    others = (whole ^ part ^ _part(at, None) for at, part in enumerate(parts))
-    return [one.to_bytes(8) for one in (whole, *others)]
-
-
-@lru_cache(maxsize=64)
-def _part(at: int, extra: bytes | None) -> int:
-    """Stands for an extra in its place. None: for any."""
-    said = b"*" if extra is None else b"=" + extra
-    return int.from_bytes(hashlib.sha256(b"%d" % at + said).digest()[:8])
+        alone = (at for at in range(len(own)) if any(one[at] and sum(one) == 1 for one in apart))
+        return next((EXTRAS[at] for at in alone), "")
 
 
 _LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20

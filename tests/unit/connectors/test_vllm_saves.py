@@ -108,6 +108,7 @@ def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeyp
 
     monkeypatch.setattr(engine.store, "save", saving)
     monkeypatch.setattr(pool, "take_renewed", lambda: [renewed.pop() for _ in [*renewed]])
+    monkeypatch.setattr(pool, "witness_path", "a server has it")
     step = engine.step(0, 2 * CHUNK, [])
     (job,) = step.saves
     assert {where: sorted(slots) for where, slots in step.renewed.items()} == {
