@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import Steps
+from kvtier.core.steps import PIECE_CHUNKS, Steps
 from kvtier.eviction.kept import KEEP_PART
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
@@ -153,6 +153,11 @@ class Adaptive:
             if setting != live.setting:
                 with lock:
                     live.settle(setting)
+                left = True
+                while left:
+                    yield 0.0
+                    with lock:
+                        left = live.trim(PIECE_CHUNKS)
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """Chunks of ``run`` will not be asked for again. In pieces, without the lock."""

@@ -107,7 +107,7 @@ class Segments:
             if left is not None and self._left - left < self._known_for and self._protected:
                 once.pop(key, None)
                 again[key] = owner
-                self._trim()
+                self.trim()
                 continue
             if key in once:  # a new key is the hottest without a move
                 once.move_to_end(key)
@@ -127,7 +127,7 @@ class Segments:
                     again[key] = once.pop(key)
                 else:
                     once.move_to_end(key)
-        self._trim(len(again) - before)
+        self.trim(len(again) - before + _TRIM_CHUNKS)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
         once, again = self._once, self._again
@@ -138,7 +138,7 @@ class Segments:
             elif key in again:
                 in_again(key)
         if len(again) > self._protected:
-            self._trim()
+            self.trim()
 
     def evicted(self, run: Sequence[ChunkKey]) -> None:
         once, again, ghosts, left = self._once, self._again, self._ghosts, self._left
@@ -166,15 +166,14 @@ class Segments:
             return key
         return None
 
-    def _trim(self, new: int = 0) -> None:
-        """``new``: chunks that came to the second list just now."""
+    def trim(self, most: int = _TRIM_CHUNKS) -> bool:
+        """Move up to ``most`` chunks to the first list that have no room in the second one.
+        Returns whether more are left."""
         surplus = len(self._again) - self._protected
-        for _ in range(min(surplus, new + _TRIM_CHUNKS)):
-            self._demote()
-
-    def _demote(self) -> None:
-        key, owner = self._again.popitem(last=False)
-        self._once[key] = owner
+        for _ in range(min(surplus, most)):
+            key, owner = self._again.popitem(last=False)
+            self._once[key] = owner
+        return surplus > most
 
     def __contains__(self, key: object) -> bool:
         return key in self._once or key in self._again

@@ -20,13 +20,8 @@ from kvtier.eviction.sessions import SessionPrompt
 
 _MOST_ROOM_CHUNKS, _LEAST_ROOM_CHUNKS = 12_288, 8
 """Chunks in a shadow. A larger place is followed in part."""
-_REQUESTS = 200
-"""Prompts between two comparisons of the settings."""
-_EARLY_REQUESTS = (25, 50, 100, 150)
-"""Prompts after which a setting may take over at a start, where a bad one costs most."""
-_LEAD_FACTOR, _FADE_FACTOR = 1.005, 0.9
-"""A setting takes over when its score is higher by the first factor. At each comparison all scores
-fade by the second factor, so that a change of load shows."""
+_FADE_FACTOR = 0.9 ** (1 / 200)
+"""All scores fade by this factor with each prompt, so that a change of load shows."""
 
 
 class Shadow(Segments):
@@ -99,7 +94,6 @@ class Shadows:
         self.now = 0
         self.asked = 0
         """Chunks that the shadows were asked for."""
-        self._requests = 0
         self._shadows: list[Shadow] = []
         self.resize(room)
 
@@ -127,14 +121,11 @@ class Shadows:
                     passed = 0
                     yield 0.0
             self.asked += len(run)
-        self._requests += 1
-        if not self._requests % _REQUESTS or self._requests in _EARLY_REQUESTS:
-            best = max(range(len(self.settings)), key=lambda number: self._shadows[number].score)
-            if self._shadows[best].score > _LEAD_FACTOR * self._shadows[self.now].score:
-                self.now = best
-        if not self._requests % _REQUESTS:
-            for each in self._shadows:
-                each.score *= _FADE_FACTOR
+        scores = [each.score for each in self._shadows]
+        if max(scores) > scores[self.now]:
+            self.now = scores.index(max(scores))
+        for each in self._shadows:
+            each.score *= _FADE_FACTOR
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """Chunks of ``run`` will not be asked for again. In pieces."""

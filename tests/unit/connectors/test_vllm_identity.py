@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.connectors.vllm.identity import identity
+from kvtier.connectors.vllm.identity import begin, identity
 from kvtier.core.chunk import fingerprint
 
 
@@ -205,6 +205,12 @@ def test_kv_scales_that_the_first_prompts_decide_make_the_keys_this_start_s_own(
         folder, cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)
     )
     assert print_of(given) != print_of(given)
+
+
+def test_weights_that_are_replaced_while_an_engine_starts_make_the_keys_this_start_s_own(folder):
+    begin(engine(folder))
+    (folder / "model-1.safetensors").write_bytes(b"new" * 100_000)
+    assert print_of(engine(folder)) != print_of(engine(folder))
 
 
 @pytest.mark.parametrize(

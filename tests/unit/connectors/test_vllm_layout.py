@@ -185,9 +185,9 @@ def test_how_ranks_divide_their_blocks_is_in_every_key(folder):
     """By the workers' word of the turn: vLLM settles it in them alone."""
     prints = set()
     for divide, turn in ((1, 1), (2, 1), (2, 8)):
-        given = parallel(folder, divide=divide, tensor_parallel_size=2)
-        given.parallel_config.cp_kv_cache_interleave_size = turn
-        told = rank(description={"strides": [1, 2]} | divided(given.parallel_config))
+        given, worker = (parallel(folder, divide=divide, tensor_parallel_size=2) for _ in range(2))
+        worker.parallel_config.cp_kv_cache_interleave_size = turn
+        told = rank(description={"strides": [1, 2]} | divided(worker.parallel_config))
         prints.add(print_of(given, {(0, 0): told, (0, 1): told}, 64))
     assert len(prints) == 3
     assert print_of(parallel(folder, prefill=2)) != print_of(parallel(folder))

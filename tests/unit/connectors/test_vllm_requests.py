@@ -154,9 +154,12 @@ class TestSaltsAndAdapters:
         assert found[0] == found[2] != found[1]
 
     def test_one_that_the_hub_may_replace_is_this_start_s_own(self, tmp_path, monkeypatch):
-        from huggingface_hub import constants
+        import huggingface_hub
 
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(
+            huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "a")
+        )
         lora = adapter(tmp_path / "a")
         lora.lora_path = "acme/adapter"
         adapters = requests.Adapters()

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.bench.traces.mooncake import Request, key_of
 from kvtier.bench.traces.simulate import Cache, simulate
-from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.core.steps import PIECE_CHUNKS, whole
@@ -194,8 +194,12 @@ def test_its_setting_follows_the_load_and_changes_under_the_lock(monkeypatch):
     monkeypatch.setattr(Segments, "settle", look)
     follow(one, scans_and_a_loop(900), lock)
     assert settled and live.setting != LRU_SETTING
+    keys = [ChunkKey(number.to_bytes(40)) for number in range(NVME // 2)]
+    live.add(keys)
+    live.used(keys)
     follow(one, what_comes_again_comes_soon(1500), lock)
     assert live.setting == LRU_SETTING
+    assert list(live) == keys[::-1] and not any(map(live.keeps, keys)), "none is left behind"
 
 
 def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below():

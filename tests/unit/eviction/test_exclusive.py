@@ -74,9 +74,9 @@ def test_more_is_hit_in_both_places_and_the_same_in_ram(kind, more, monkeypatch)
 
 
 def test_where_chunks_never_come_back_to_ram_it_is_the_order_that_it_was(monkeypatch):
-    auto = both("agents", "auto", 0.1, 0.2)
+    auto = both("chats", "auto", 0.2, 0.4)
     monkeypatch.setattr(Adaptive, "on_evict", plain)
-    assert auto == both("agents", "auto", 0.1, 0.2)
+    assert auto == both("chats", "auto", 0.2, 0.4)
 
 
 def test_the_hottest_of_ram_leave_first_one_for_every_four_that_are_written():
