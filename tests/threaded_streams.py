@@ -52,7 +52,8 @@ class ThreadedStream:
         while True:
             work = self.queue.get()
             time.sleep(self._draw.random() * _LATE_S)
-            work()
+            with torch.inference_mode():
+                work()
 
 
 class ComputingThread:
@@ -72,6 +73,8 @@ class ThreadedStreams(CudaStreams):
     def side(self):
         self._made += 1
         return ThreadedStream(self._made)
+
+    apart = torch.inference_mode
 
     def do(self, stream, work):
         stream.queue.put(work)

@@ -47,6 +47,7 @@ class Counted(CudaStreams):
         return self
 
     side = current
+    apart = torch.inference_mode
 
     def do(self, stream: object, work: Callable[[], object]) -> None:
         work()

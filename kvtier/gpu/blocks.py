@@ -13,11 +13,10 @@ from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import LayoutError, StateError
 from kvtier.gpu.regions import Region, merged
 from kvtier.gpu.rows import MakeRows, rows_of
-from kvtier.gpu.slots import Copy, Job, cut
+from kvtier.gpu.slots import Array, Copy, Job, block_ids, cut
 from kvtier.gpu.staged import Cuts, StagedCopier
 from kvtier.gpu.streams import CudaStreams
 
-Array = np.ndarray[Any, Any]
 _SHORT_ROW_BYTES = 8 * PAGE_BYTES
 
 
@@ -34,7 +33,7 @@ class HostCopier:
         self._paged = [group.numpy() for group in groups]
         self._shapes = [(group.shape[0], blocks_per_chunk, group.shape[2]) for group in groups]
 
-    def save(self, jobs: Sequence[Job]) -> Copy:
+    def save(self, jobs: Sequence[Job], _ids: Array) -> Copy:
         for part, first, blocks in jobs:
             runs, scattered = plan(first, blocks)
             for paged, slot in self._groups(part, scattered):
@@ -42,7 +41,7 @@ class HostCopier:
                     np.copyto(slot[:, at : at + count], paged[:, block : block + count])
         return Copy(jobs)
 
-    def load(self, jobs: Sequence[Job]) -> Copy:
+    def load(self, jobs: Sequence[Job], _ids: Array) -> Copy:
         for part, first, blocks in jobs:
             runs, scattered = plan(first, blocks)
             for paged, slot in self._groups(part, scattered):
@@ -141,8 +140,7 @@ class PagedBlocks:
         """Every job names all blocks of its chunk. Raises StateError before any byte moves. Runs
         after the work queued on the current stream. Nothing of that stream may overwrite the
         blocks before :meth:`settle`."""
-        self._check(jobs, fewest=self.blocks_per_chunk)
-        return self._copier.save(jobs)
+        return self._copier.save(jobs, self._checked(jobs, fewest=self.blocks_per_chunk))
 
     def settle(self) -> None:
         """Later work of the current stream waits until the blocks of all saves are read."""
@@ -153,15 +151,15 @@ class PagedBlocks:
         """A job may cover a part of its chunk, and no other block is touched. Raises StateError
         before any byte moves. Runs after the work queued on the current stream. The engine may
         not use the blocks before the copy is done, because its stream does not wait for it."""
-        self._check(jobs, fewest=1)
-        return self._copier.load(jobs)
+        return self._copier.load(jobs, self._checked(jobs, fewest=1))
 
     @property
     def copies_at_once(self) -> bool:
         """Whether a copy is done when its call returns."""
         return isinstance(self._copier, HostCopier)
 
-    def _check(self, jobs: Sequence[Job], fewest: int) -> None:
+    def _checked(self, jobs: Sequence[Job], fewest: int) -> Array:
+        """Blocks of all jobs."""
         size, most = self.blocks_per_chunk * self.block_bytes, self.blocks_per_chunk
         for part, first, blocks in jobs:
             if part.dtype != torch.uint8 or part.numel() != size or not part.is_contiguous():
@@ -174,11 +172,7 @@ class PagedBlocks:
                     f"{len(blocks)} blocks from block {first} of a chunk on; expected {fewest} to "
                     f"{most}, all inside it"
                 )
-            if min(blocks) < 0 or max(blocks) >= self.num_blocks:
-                raise StateError(
-                    f"block ids {min(blocks)} .. {max(blocks)}; the engine has 0 .. "
-                    f"{self.num_blocks - 1}"
-                )
+        return block_ids(jobs, self.num_blocks)
 
 
 def _device_kind(device: torch.device) -> str:

@@ -163,6 +163,8 @@ class Pinning:
         self._piece_bytes = piece_bytes
         self._capturing, self._rest = capturing, rest
         self._regions: dict[int, _Region] = {}
+        self._known = dict[tuple[int, int], tuple[int, ...]]()
+        """Cuts of parts that are locked, by address and bytes."""
         self._held = False
 
     def begin(
@@ -185,12 +187,15 @@ class Pinning:
     def cuts(self, part: torch.Tensor) -> tuple[int, ...] | None:
         """Offsets in a slot's part at which two pieces meet: no DMA may cross those. None unless
         all of the part is locked."""
-        start, size = part.data_ptr(), part.nbytes
+        start, size = where = part.data_ptr(), part.nbytes
+        if (known := self._known.get(where)) is not None:
+            return known
         for one in self._regions.values():
             if one.base <= start < one.base + one.size:
                 numbers = one.pieces(start, size)
                 if numbers and one.locked.issuperset(numbers):
-                    return tuple(one.where(number)[0] - start for number in numbers[1:])
+                    found = tuple(one.where(number)[0] - start for number in numbers[1:])
+                    return self._known.setdefault(where, found)
                 if numbers and one.is_lent:
                     ahead = _AHEAD_BYTES // min(one.cut.length, one.cut.piece)
                     self._want(one, range(numbers[0], min(numbers[-1] + 1 + ahead, one.count)))
@@ -199,6 +204,7 @@ class Pinning:
 
     def renew(self, part: torch.Tensor) -> None:
         """The pages of a slot's part are others than before. No copy of it may be running."""
+        self._known.clear()
         start, size = part.data_ptr(), part.nbytes
         for one in self._regions.values():
             if one.base <= start < one.base + one.size:
@@ -230,6 +236,7 @@ class Pinning:
 
     def end(self, buffer: memoryview) -> None:
         """Every copy from it and to it must be done. Waits for the piece that is being locked."""
+        self._known.clear()
         region = self._regions.pop(_address(buffer), None)
         if region is None:
             return

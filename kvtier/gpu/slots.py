@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtier.core.errors import StateError
 
+Array = np.ndarray[Any, Any]
 Job = tuple[torch.Tensor, int, Sequence[int]]
 """(this rank's part of the slot, first block in the chunk, block ids from there on)."""
 
@@ -35,6 +38,15 @@ class Copy:
 
     def wait(self) -> None:
         return
+
+
+def block_ids(jobs: Sequence[Job], num_blocks: int) -> Array:
+    """Blocks of all jobs. Raises StateError for one that the engine does not have."""
+    ids = np.fromiter(chain.from_iterable(blocks for _, _, blocks in jobs), np.int64)
+    low, high = (ids.min(), ids.max()) if len(ids) else (0, 0)
+    if low < 0 or high >= num_blocks:
+        raise StateError(f"block ids {low} .. {high}; the engine has 0 .. {num_blocks - 1}")
+    return ids
 
 
 def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:

@@ -31,15 +31,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, cycle, pairwise
+from itertools import cycle, groupby, pairwise
 
 import numpy as np
 import torch
 
 from kvtier.gpu.regions import widest_word
 from kvtier.gpu.rows import MakeRows, rows_of
-from kvtier.gpu.slots import Copy, Job
-from kvtier.gpu.staging import Ring, StagingBatch, StagingSegment, budget, rings
+from kvtier.gpu.slots import Array, Copy, Job
+from kvtier.gpu.staging import Ring, StagingBatch, StagingSlot, budget, rings
 from kvtier.gpu.streams import CudaStreams
 
 _BOUNCING = 2
@@ -48,6 +48,8 @@ Cuts = Callable[[torch.Tensor], Sequence[int] | None]
 because two registrations with the driver meet there. None where not all of it is page-locked."""
 Moves = list[tuple[torch.Tensor, torch.Tensor]]
 """DMAs as (target, source)."""
+Staged = tuple[StagingSlot, torch.Tensor]
+"""A place, and the part of a slot that is staged in it."""
 
 
 class StagedCopier:
@@ -83,13 +85,14 @@ class StagedCopier:
 
     # ---- saves -----------------------------------------------------------------------------------
 
-    def save(self, jobs: Sequence[Job]) -> Copy:
+    def save(self, jobs: Sequence[Job], ids: Array) -> Copy:
+        """``ids``: the blocks of all jobs."""
         if not jobs:
             return Copy(jobs)
         with self._nothing_left():
             engine, legs = self._streams.current(), list[_LastLeg]()
             self._gathering.wait_event(self._streams.record(engine))
-            batches, table = self._plan(jobs, self._saving)
+            batches, table = self._plan(jobs, ids, self._saving)
             for batch, parts in batches:
                 legs += self._save_batch(batch, parts, table)
             self._unread = self._streams.record(self._gathering)
@@ -104,28 +107,33 @@ class StagedCopier:
     def _save_batch(
         self, batch: StagingBatch, parts: Sequence[torch.Tensor], table: _Table
     ) -> list[_LastLeg]:
-        _refill(batch, self._gathering)
+        places = [place for place, _, _ in batch.chunks]
+        _refill(places[-1], self._gathering)
         self._streams.do(self._gathering, partial(_launch, self.rows.gather, batch, table))
         self._leaving.wait_event(self._streams.record(self._gathering))
-        legs, (direct, bouncing) = list[_LastLeg](), self._ways(batch, parts)
-        for part, staged in bouncing:
-            bounce = next(self._bouncing).free()
-            buffer = bounce.bytes[: batch.piece.size]
-            self._streams.do(self._leaving, partial(_move, [(buffer, staged)]))
-            legs.append(_LastLeg(part, buffer, self._streams.record(self._leaving)))
-            bounce.user = legs[-1].wait
-        if direct:
-            self._streams.do(self._leaving, partial(_move, direct))
-        _used(batch, self._streams.record(self._leaving))
+        pairs, legs = [*zip(places, parts, strict=True)], list[_LastLeg]()
+        # the next launch uses the first of these places again, while the DMAs of the last run
+        last = max(0, len(pairs) - self._saving.spare)
+        for run in filter(None, (pairs[:last], pairs[last:])):
+            direct, bouncing = self._ways(batch.number, run)
+            for part, staged in bouncing:
+                bounce = next(self._bouncing).free()
+                buffer = bounce.bytes[: batch.piece.size]
+                self._streams.do(self._leaving, partial(_move, [(buffer, staged)]))
+                legs.append(_LastLeg(part, buffer, self._streams.record(self._leaving)))
+                bounce.user = legs[-1].wait
+            if direct:
+                self._streams.do(self._leaving, partial(_move, direct))
+            _used(run, self._streams.record(self._leaving))
         return legs
 
     # ---- loads -----------------------------------------------------------------------------------
 
-    def load(self, jobs: Sequence[Job]) -> Copy:
+    def load(self, jobs: Sequence[Job], ids: Array) -> Copy:
         if not jobs:
             return Copy(jobs)
         with self._nothing_left():
-            batches, table = self._plan(jobs, self._loading)
+            batches, table = self._plan(jobs, ids, self._loading)
             self._scattering.wait_event(self._streams.record(self._streams.current()))
             start = self._streams.record(self._scattering, timing=True)
             for batch, parts in batches:
@@ -135,66 +143,60 @@ class StagedCopier:
     def _load_batch(
         self, batch: StagingBatch, parts: Sequence[torch.Tensor], table: _Table
     ) -> None:
-        _refill(batch, self._coming)
-        direct, bouncing = self._ways(batch, parts)
-        for part, staged in bouncing:
-            bounce = next(self._bouncing).free()
-            buffer = bounce.bytes[: batch.piece.size]
-            _move([(buffer, part)])
-            self._streams.do(self._coming, partial(_move, [(staged, buffer)]))
-            bounce.user = self._streams.record(self._coming).synchronize
-        if direct:
-            moves = [(staged, part) for part, staged in direct]
-            self._streams.do(self._coming, partial(_move, moves))
+        pairs = [(place, part) for (place, _, _), part in zip(batch.chunks, parts, strict=True)]
+        for _, each in groupby(pairs, lambda pair: pair[0].user):
+            run = [*each]
+            _refill(run[0][0], self._coming)
+            direct, bouncing = self._ways(batch.number, run)
+            for part, staged in bouncing:
+                bounce = next(self._bouncing).free()
+                buffer = bounce.bytes[: batch.piece.size]
+                _move([(buffer, part)])
+                self._streams.do(self._coming, partial(_move, [(staged, buffer)]))
+                bounce.user = self._streams.record(self._coming).synchronize
+            if direct:
+                moves = [(staged, part) for part, staged in direct]
+                self._streams.do(self._coming, partial(_move, moves))
         self._scattering.wait_event(self._streams.record(self._coming))
         self._streams.do(self._scattering, partial(_launch, self.rows.scatter, batch, table))
-        _used(batch, self._streams.record(self._scattering))
+        _used(pairs, self._streams.record(self._scattering))
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _ways(self, batch: StagingBatch, parts: Sequence[torch.Tensor]) -> tuple[Moves, Moves]:
+    def _ways(self, number: int, run: Sequence[Staged]) -> tuple[Moves, Moves]:
         direct, bouncing = Moves(), Moves()
-        for (place, _, _), part in zip(batch.chunks, parts, strict=True):
-            staged, cuts = place.bytes(batch.number), self._locked(part)
+        for place, part in run:
+            staged, cuts = place.bytes(number), self._locked(part)
             if cuts is None:
                 bouncing.append((part, staged))
             else:
-                direct += _cut(part, staged, cuts) if cuts else [(part, staged)]
+                direct += _cut(part, staged, cuts) if cuts else ((part, staged),)
         return direct, bouncing
 
     def _plan(
-        self, jobs: Sequence[Job], ring: Ring
+        self, jobs: Sequence[Job], ids: Array, ring: Ring
     ) -> tuple[list[tuple[StagingBatch, list[torch.Tensor]]], _Table]:
-        counts = [len(blocks) for _, _, blocks in jobs]
+        firsts, counts = [first for _, first, _ in jobs], [len(blocks) for _, _, blocks in jobs]
         batches, bases, start = list[tuple[StagingBatch, list[torch.Tensor]]](), list[int](), 0
         for number, piece in enumerate(self.budget.pieces):
+            parts = [part for part, _, _ in jobs]
+            if len(self.budget.pieces) > 1:
+                parts = [part[piece.start : piece.start + piece.size] for part in parts]
             for at in range(0, len(jobs), ring.batch):
-                some = jobs[at : at + ring.batch]
-                places = ring.take(len(some))
-                chunks = [
-                    (place, first, len(blocks))
-                    for place, (_, first, blocks) in zip(places, some, strict=True)
-                ]
-                batches.append(
-                    (
-                        StagingBatch(number, piece, start, chunks),
-                        [self._part(part, piece) for part, _, _ in some],
-                    )
-                )
+                own = slice(at, at + ring.batch)
+                places = ring.take(len(counts[own]))
+                chunks = [*zip(places, firsts[own], counts[own], strict=True)]
+                batches.append((StagingBatch(number, piece, start, chunks), parts[own]))
                 bases += [place.address - piece.start for place in places]
-                start += sum(counts[at : at + ring.batch])
-        return batches, _Table(jobs, counts, bases, self._device)
-
-    def _part(self, part: torch.Tensor, piece: StagingSegment) -> torch.Tensor:
-        return (
-            part if len(self.budget.pieces) == 1 else part[piece.start : piece.start + piece.size]
-        )
+                start += sum(counts[own])
+        return batches, _Table(ids, firsts, counts, bases, self._device)
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
         """Wait for what a failed call has queued: others may use its slots and blocks then."""
         try:
-            yield
+            with self._streams.apart():
+                yield
         except BaseException:
             for stream in self._sides:
                 self._streams.record(stream).synchronize()
@@ -232,15 +234,19 @@ class _Table:
     that the host does not wait, on the stream that asks first. No other stream may ask."""
 
     def __init__(
-        self, jobs: Sequence[Job], counts: Sequence[int], bases: Sequence[int], device: torch.device
+        self,
+        ids: Array,
+        firsts: Sequence[int],
+        counts: Sequence[int],
+        bases: Sequence[int],
+        device: torch.device,
     ) -> None:
-        pieces = len(bases) // len(jobs)
-        total, each = sum(counts), np.array(counts)
-        rows = np.empty((3, pieces, total), dtype=np.int64)
-        rows[0] = np.fromiter(chain.from_iterable(blocks for _, _, blocks in jobs), np.int64, total)
+        pieces, each = len(bases) // len(counts), np.array(counts)
+        rows = np.empty((3, pieces, len(ids)), dtype=np.int64)
+        rows[0] = ids
         rows[1] = np.array(bases, dtype=np.int64).reshape(pieces, -1).repeat(each, axis=1)
-        before = np.array([first for _, first, _ in jobs]) - (each.cumsum() - each)
-        rows[2] = np.arange(total) + before.repeat(each)
+        before = np.array(firsts) - (each.cumsum() - each)
+        rows[2] = np.arange(len(ids)) + before.repeat(each)
         self._rows, self._device = torch.from_numpy(rows.reshape(3, -1)), device
         self._made: torch.Tensor | None = None
 
@@ -286,7 +292,8 @@ class _LastLeg:
 
     def done(self) -> bool:
         if self._way is not None and self._arrived.query():
-            _move([self._way])
+            with torch.inference_mode():
+                _move([self._way])
             self._way = None
         return self._way is None
 
@@ -296,15 +303,15 @@ class _LastLeg:
             self.done()
 
 
-def _refill(batch: StagingBatch, stream: torch.cuda.Stream) -> None:
-    """Work queued on ``stream`` from now on may fill the batch's places."""
-    for event in {id(place.user): place.user for place, _, _ in batch.chunks}.values():
-        if event is not None:
-            stream.wait_event(event)
+def _refill(place: StagingSlot, stream: torch.cuda.Stream) -> None:
+    """Work queued on ``stream`` from now on may fill the place, and those that the ring gave before
+    it: one stream empties all of them, in the ring's order."""
+    if place.user is not None:
+        stream.wait_event(place.user)
 
 
-def _used(batch: StagingBatch, until: torch.cuda.Event) -> None:
-    for place, _, _ in batch.chunks:
+def _used(run: Sequence[Staged], until: torch.cuda.Event) -> None:
+    for place, _ in run:
         place.user = until
 
 
@@ -316,13 +323,9 @@ def _cut(target: torch.Tensor, source: torch.Tensor, cuts: Sequence[int]) -> Mov
 def _launch(
     move: Callable[[StagingBatch, torch.Tensor], None], batch: StagingBatch, table: _Table
 ) -> None:
-    """In inference mode, like all work here: an engine may have made its tensors in that mode,
-    and such tensors can be changed only in it."""
-    with torch.inference_mode():
-        move(batch, table.on_device)
+    move(batch, table.on_device)
 
 
 def _move(moves: Moves) -> None:
-    with torch.inference_mode():
-        for target, source in moves:
-            target.copy_(source, non_blocking=True)
+    for target, source in moves:
+        target.copy_(source, non_blocking=True)

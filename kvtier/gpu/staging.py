@@ -10,9 +10,9 @@ most). It is cut into equal *places*:
   region: 1 MiB each for a layer of 8 KV heads of 128 in bf16 and chunks of 256 tokens. An engine
   with less room is refused, and the message has the numbers.
 - Half of the places are for loads, 8 at most. The others are for saves, 64 at most.
-- One launch uses half of a direction's places, so that the other half can be filled or emptied
-  meanwhile. A load of 128 chunks (32k tokens) takes 64 launches or fewer where six chunks fit, and
-  32 where sixteen fit.
+- One launch uses seven eighths of a direction's places, so that the others can be filled or emptied
+  meanwhile: a place's DMA takes longer than a launch over all of them. A load of 128 chunks (32k
+  tokens) takes 64 launches or fewer where six chunks fit, and 19 where sixteen fit.
 - In addition there are tables: 24 bytes for each block and piece of a running call, and 32 bytes
   for each region.
 """
@@ -124,13 +124,15 @@ class Ring:
     """The places of one direction, used in turn."""
 
     def __init__(self, places: Sequence[StagingSlot]) -> None:
-        self._places, self._next = places, 0
-        self.batch = -(-len(places) // 2)
+        self._twice, self._count, self._next = [*places, *places], len(places), 0
+        self.spare = -(-len(places) // 8)
+        self.batch = max(1, len(places) - self.spare)
         """Places that one launch uses."""
 
     def take(self, count: int) -> list[StagingSlot]:
-        taken = [self._places[(self._next + index) % len(self._places)] for index in range(count)]
-        self._next = (self._next + count) % len(self._places)
+        """Places that were used first. ``count``: at most :attr:`batch`."""
+        taken = self._twice[self._next : self._next + count]
+        self._next = (self._next + count) % self._count
         return taken
 
 

@@ -13,7 +13,8 @@ engine's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,9 +43,16 @@ class CudaStreams:
     def side(self) -> Any:
         return torch.cuda.Stream(self._device)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Around :meth:`do`: the current stream is the same afterwards. In inference mode: an
+        engine may have made its tensors in that mode, and such tensors change only in it."""
+        with torch.inference_mode(), torch.cuda.stream(self.current()):
+            yield
+
     def do(self, stream: Any, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(stream):
-            work()
+        torch.cuda.set_stream(stream)
+        work()
 
     def record(self, stream: Any, *, timing: bool = False) -> Any:
         return stream.record_event(torch.cuda.Event(enable_timing=timing))

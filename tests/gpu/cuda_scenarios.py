@@ -25,9 +25,9 @@ def copiers() -> list[dict[str, Any]]:
         found.append({"rows": type(self.rows).__name__, "loaded": 0})
         self.noted = found[-1]  # type: ignore[attr-defined]
 
-    def loaded(self: StagedCopier, jobs: Any) -> Any:
+    def loaded(self: StagedCopier, jobs: Any, ids: Any) -> Any:
         self.noted["loaded"] += len(jobs)  # type: ignore[attr-defined]
-        return load(self, jobs)
+        return load(self, jobs, ids)
 
     StagedCopier.__init__ = made  # type: ignore[method-assign]
     StagedCopier.load = loaded  # type: ignore[method-assign]

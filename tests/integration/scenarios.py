@@ -340,10 +340,10 @@ def threaded_streams():
     def on_threads(self, regions, per_chunk, **_):
         make(self, regions, per_chunk, locked=lambda _: (), streams=ThreadedStreams())
 
-    def noted(self, jobs):
+    def noted(self, jobs, ids):
         for _ in jobs:
             _note()
-        return load(self, jobs)
+        return load(self, jobs, ids)
 
     PagedBlocks.__init__ = on_threads  # type: ignore[assignment, method-assign]
     StagedCopier.load = noted  # type: ignore[method-assign]

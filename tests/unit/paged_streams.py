@@ -28,6 +28,8 @@ class Inline(CudaStreams):
     def side(self) -> Inline:
         return self
 
+    apart = torch.inference_mode
+
     def do(self, stream: Any, work: Callable[[], object]) -> None:
         work()
 
@@ -112,6 +114,8 @@ class Held(CudaStreams):
         self.all.append(HeldStream())
         return self.all[-1]
 
+    apart = torch.inference_mode
+
     def do(self, stream: HeldStream, work: Callable[[], object]) -> None:
         stream.queue.append(work)
 
@@ -147,6 +151,7 @@ class Held(CudaStreams):
             return
         try:
             if stream.error is None:
-                head()
+                with torch.inference_mode():
+                    head()
         except RuntimeError as error:
             stream.error = error

@@ -151,11 +151,14 @@ class MappedPool:
         ]
         self._span = min(start for start, _ in self._spans), max(end for _, end in self._spans)
         self._behind = [
-            None if is_followed(address.parts, rank, place) else slice(end, address.slot_bytes)
+            address.slot_bytes if is_followed(address.parts, rank, place) else end
             for place, (_, end) in enumerate(self._spans)
         ]
-        """Of each group: what no rank writes of a slot. The last rank that writes clears it."""
-        self._parts = [slot_tensor(self.pool.view(slot)) for slot in range(address.slots)]
+        """Of each group: no rank writes a slot from there on. The last rank that writes clears
+        it."""
+        self._slots = slot_tensor(self.pool.buffer[:]).view(address.slots, address.slot_bytes)
+        self._parts = dict[tuple[int, int], torch.Tensor]()
+        """By slot and group, as they are first needed."""
         self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
         if pinning is not None:
@@ -164,27 +167,30 @@ class MappedPool:
 
     def part(self, slot: int, place: int) -> torch.Tensor:
         """Of a slot that holds a piece of this group."""
-        if slot in self._untouched:
-            self._untouched.remove(slot)
-            self.pool.touch(slot, *self._span)
-        return self._parts[slot][slice(*self._spans[place])]
+        part = self._parts.get((slot, place))
+        if part is None:
+            if slot in self._untouched:
+                self._untouched.remove(slot)
+                self.pool.touch(slot, *self._span)
+            part = self._parts[slot, place] = self._slots[slot, slice(*self._spans[place])]
+        return part
 
     def clear_behind(self, slots: Sequence[int], place: int) -> None:
         """Pieces of this group are saved in these slots. Other tenants' bytes that lay there before
         must not become part of them."""
-        behind = self._behind[place]
-        if behind is not None and behind.start < behind.stop:
-            for slot in slots:
-                self._parts[slot].numpy()[behind] = 0
+        begin = self._behind[place]
+        if begin < self.pool.slot_bytes:
+            self._slots.numpy()[slots, begin:] = 0
 
     def renew(self, slots: Sequence[int]) -> None:
         if self._pinning is not None:
             for slot in slots:
-                self._pinning.renew(self._parts[slot][slice(*self._span)])
+                self._pinning.renew(self._slots[slot, slice(*self._span)])
 
     def close(self) -> None:
         """No copy from it or to it may be running."""
         self._parts.clear()
+        del self._slots
         if self._pinning is not None:
             self._pinning.end(self.pool.buffer)
         self.pool.close()

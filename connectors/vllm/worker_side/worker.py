@@ -349,11 +349,10 @@ class WorkerHalf:
         for place, slots, blocks, at in job.moves:
             if NULL_BLOCK in blocks:
                 raise StateError(f"group {place}: a copy of the null block, which holds no KV")
-            taken, most = -at, self._paged[place].blocks_per_chunk
-            for slot in slots:
-                first, ids = max(0, -taken), blocks[max(0, taken) : taken + most]
-                copies.append((place, (mapped.part(slot, place), first, ids)))
-                taken += most
+            most = self._paged[place].blocks_per_chunk
+            for slot, begin in zip(slots, range(-at, len(blocks), most), strict=True):
+                ids = blocks[max(0, begin) : begin + most]
+                copies.append((place, (mapped.part(slot, place), max(0, -begin), ids)))
         return copies
 
 

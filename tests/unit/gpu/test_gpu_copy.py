@@ -227,7 +227,7 @@ def _no_change(part):
     ("change", "first", "blocks", "words"),
     [
         (_no_change, 0, [0, 1, 2, 9], "0 .. 8"),
-        (_no_change, 0, [0, 1, 2, -1], "-1 .. 2"),
+        (_no_change, 0, [0, 1, 2, -1], "-1 .. 3"),
         (_no_change, 1, [0, 1, 2, 3], "4 blocks from block 1"),
         (_no_change, -1, [0, 1], "from block -1"),
         (_no_change, 2, [], "0 blocks from block 2"),

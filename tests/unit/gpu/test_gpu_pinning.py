@@ -249,6 +249,7 @@ def test_two_regions_are_told_apart():
     pinning, lane = started(first, driver, piece=2 * SLOT)
     pinning.begin(second.buffer, SLOT)
     lane.run()
+    assert covered(pinning, first) == [True, True]
     pinning.end(first.buffer)
     assert covered(pinning, second) == [True, True]
     assert covered(pinning, first) == [False, False]

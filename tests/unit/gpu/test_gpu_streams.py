@@ -134,6 +134,21 @@ def test_the_engine_waits_for_a_dma_only_when_staging_memory_is_full(room, goes_
     assert [held(part) for part in parts] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
+def test_a_launch_takes_no_place_that_is_in_use():
+    machine = Machine(room=6 * CHUNK)  # three places each way, two a launch
+    machine.write({block: block + 1 for block in range(BLOCKS)})
+    parts, ids = [slot() for _ in range(4)], [[0, 1, 2], [3, 4, 5], [6, 7, 8], [1, 3, 5]]
+    machine.paged.save([(part, 0, blocks) for part, blocks in zip(parts, ids, strict=True)])
+    machine.streams.run(machine.streams.engine, machine.copier._gathering)
+    machine.streams.run()
+    assert [held(part) for part in parts] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]]
+
+    machine.paged.load([(part, 0, [2 * at, 2 * at + 1]) for at, part in enumerate(parts)])
+    machine.streams.run(machine.copier._coming)
+    machine.streams.run()
+    assert machine.blocks(range(8)) == [1, 2, 4, 5, 7, 8, 2, 4]
+
+
 def test_an_engine_whose_blocks_stay_as_they_are_waits_for_no_dma_until_they_may_change():
     machine, parts = Machine(room=CHUNK), [slot(), slot()]
     machine.write({block: block + 1 for block in range(6)})
@@ -435,13 +450,15 @@ def test_cuda_streams_are_torchs_own(monkeypatch):
         torch.cuda, "current_stream", lambda device: stream if device.index == 1 else None
     )
     monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "set_stream", welcomed.append)
     streams = CudaStreams(torch.device("cuda", 1))
 
     assert streams.side() is streams.current() is stream
     assert streams.record(stream, timing=True) is event
     made.assert_called_once_with(enable_timing=True)
-    streams.do(stream, lambda: welcomed.append("work"))
-    assert welcomed == [stream, "work"]
+    with streams.apart():
+        streams.do(stream, lambda: welcomed.append(torch.is_inference_mode_enabled()))
+    assert welcomed == [stream, stream, True]
     assert all(hasattr(event, name) for name in ("query", "synchronize", "elapsed_time"))
 
 
