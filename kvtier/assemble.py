@@ -80,8 +80,7 @@ def assemble_hosts(
     """:func:`assemble` for an engine over several hosts. ``layouts``: of each host's own chunks.
     ``told``: the names of servers that the workers of each host have found there.
 
-    Raises ConfigError where the addresses are not those of the hosts' servers in order.
-    """
+    Raises ConfigError where the addresses are not those of the hosts' servers in order."""
     server = started.config.server
     with ExitStack() as undo:
         clients = list[Client]()

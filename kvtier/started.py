@@ -252,14 +252,8 @@ def require_ram(
     root: Path = ROOT,
 ) -> None:
     """Raise ConfigError when this process can never have ``ram_bytes``, and log a warning when it
-    cannot now. Nothing is checked when reserved huge pages can hold all of it.
-
-    Args:
-        slot_bytes: the size of a slot, for the index. None: not known yet.
-        source: who decided ``ram_bytes``.
-        lent: a server's RAM never lies in reserved huge pages.
-        root: where /proc and /sys are.
-    """
+    cannot now. Nothing is checked when reserved huge pages can hold all of it, where a server's RAM
+    (``lent``) never lies. ``slot_bytes``: for the index. ``source``: who decided ``ram_bytes``."""
     if not lent and in_reserved_pages(ram_bytes, root):
         return
     limit, free, own = room = ram_room(root)

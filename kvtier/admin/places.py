@@ -174,8 +174,7 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
     """Listen at ``http://host:port`` or ``https://host:port``. Port 0 means any free port.
 
     Raises ConfigError when the port is taken, when the address is not loopback and there is no
-    token, or when https is asked for without a certificate.
-    """
+    token, or when https is asked for without a certificate."""
     scheme, host, number = _parts(url)
     local = is_this_host(host)
     if not local and not token:

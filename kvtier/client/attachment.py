@@ -60,8 +60,7 @@ class SharedPool(_Renewed, Pool):
     lets go, the server knows that no slot is read or written any more. A view that is still held
     keeps both.
 
-    Owns both descriptors, and closes them also when it is refused. Raises as :class:`Pool` does.
-    """
+    Owns both descriptors, and closes them also when it is refused. Raises as :class:`Pool` does."""
 
     def __init__(self, slots: int, slot_bytes: int, fd: int, witness: int) -> None:
         _Renewed.__init__(self)

@@ -96,13 +96,8 @@ class Client(AtServer):
     once (:mod:`kvtier.client.hosts`). It alone does the pieces, because the lock is its own.
 
     Raises ConfigError when the server is there and refuses us. When it is not there, the engine
-    starts without it.
-
-    Args:
-        access: where the server is, and what it asks of us.
-        timeout_s: how long an answer may take.
-        lane: for the work in the background.
-    """
+    starts without it. ``timeout_s``: how long an answer may take. ``lane``: for the work in the
+    background."""
 
     def __init__(
         self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None

@@ -74,8 +74,7 @@ class ServerAccess:
 
     ``hello`` has no nonce and no proof yet. ``tls`` is for tcp:// only. ``unencrypted``: the
     operator gave up encryption beyond loopback. Raises ConfigError for an address beyond loopback
-    without TLS, unless the operator gave that up and there is a token.
-    """
+    without TLS, unless the operator gave that up and there is a token."""
 
     address: Address
     hello: wire.Hello

@@ -91,8 +91,7 @@ class Heard:
     """A :class:`kvtier.api.Watched`. Its owner's lock guards what belongs to a connection.
 
     ``hear`` reads what has come, and asks again when :meth:`is_due`. ``where`` asks for the places
-    of the leading chunks that are held.
-    """
+    of the leading chunks that are held."""
 
     def __init__(
         self, hear: Callable[[], None], where: Callable[[Sequence[ChunkKey]], Sequence[int]]

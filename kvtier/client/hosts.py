@@ -43,8 +43,7 @@ class HostsPool(FarPool):
     """The pools of all hosts, first host first. Each process maps that of its own host.
 
     A slot's number here is the slot on the first host, then that on the next one in units of the
-    first host's, and so on. On each host there is one number more, which stands for no slot.
-    """
+    first host's, and so on. On each host there is one number more, which stands for no slot."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.pools = tuple(pools)

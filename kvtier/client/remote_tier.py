@@ -58,8 +58,7 @@ class RemoteTier(Tier):
     cannot be reached, calls fail at once, and one of them tries it again after 0.1 to 5 s.
 
     Raises ConfigError when the server refuses us at the start. When it is not there, the engine
-    starts without it.
-    """
+    starts without it."""
 
     name = REMOTE
     shared = True

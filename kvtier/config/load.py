@@ -45,8 +45,7 @@ def load(
 
     ``file`` beats the files named in the environment. ``flags``: from a command line or the
     engine's connector settings, None for what is not given. ``ranks``: of the engine's workers,
-    because LMCache's files give sizes per worker.
-    """
+    because LMCache's files give sizes per worker."""
     if BROKEN:
         raise ConfigError("; ".join(BROKEN))
     surroundings = environment() if env is None else env

@@ -60,8 +60,7 @@ def read(given: Mapping[str, object]) -> tuple[Hint, int]:
 
     - ``over``: true or false.
     - ``keep_s``: seconds, at most a day.
-    - ``priority``: a number. Above 0 the prompt is kept for a while.
-    """
+    - ``priority``: a number. Above 0 the prompt is kept for a while."""
     over, keep_s, bad = False, 0.0, 0
     for word, value in given.items():
         number = _number(value)

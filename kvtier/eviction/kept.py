@@ -36,13 +36,8 @@ Released = tuple[ChunkKey, int]
 
 
 class Kept:
-    """Used under the Store's lock.
-
-    Args:
-        room: of the place, in chunks.
-        part: of the place, or of its own quota, that one owner may keep.
-        share: the part of the place that one owner may have. None: there are no quotas.
-    """
+    """Used under the Store's lock. ``room``: of the place, in chunks. ``part``: of the place, or of
+    its own quota (``share``), that one owner may keep."""
 
     __slots__ = ("_now", "_of", "_part", "_room", "_share", "stays")
 

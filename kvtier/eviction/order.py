@@ -81,8 +81,7 @@ class LRU:
     """Least recently used leaves first.
 
     An OrderedDict (key -> owner) and not a dict: taking the front of a dict walks over the places
-    of all deleted keys (40 times slower at 100,000 keys).
-    """
+    of all deleted keys (40 times slower at 100,000 keys)."""
 
     __slots__ = ("_order",)
 
@@ -143,8 +142,7 @@ class Owned:
 
     With ``split`` there is also an order for each owner, so that :meth:`coldest` and :meth:`count`
     can answer for one owner. That costs memory, so only places where owners have quotas use it. An
-    owner's own order is LRU, because only all keys of a place together are enough to learn from.
-    """
+    owner's own order is LRU, because only all keys of a place together are enough to learn from."""
 
     __slots__ = ("_all", "_once", "_parts", "_split", "_stays", "kept")
 

@@ -19,13 +19,8 @@ _TYPICAL_CHUNK_TOKENS = 256
 
 def balance(active_parameters: int, attention_flops: int) -> float:
     """The position in tokens at which attention costs as much as all the rest of the model.
-
-    Args:
-        active_parameters: parameters that one token passes through.
-        attention_flops: operations of causal attention over n tokens, divided by n * n. It is
-            ``2 * layers * heads * head_dim`` of the layers that see the whole context. 0: no layer
-            does, and each position costs the same (infinity).
-    """
+    ``attention_flops``: of causal attention over n tokens, divided by n * n: ``2 * layers * heads *
+    head_dim`` of the layers that see the whole context. 0: none does (infinity)."""
     return active_parameters / attention_flops if attention_flops else float("inf")
 
 

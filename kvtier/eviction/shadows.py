@@ -84,8 +84,7 @@ def _last_first(run: Sequence[ChunkKey]) -> Iterator[Sequence[ChunkKey]]:
 
 class Shadows:
     """The shadows of a place with room for ``room`` chunks. They begin with the first of
-    ``settings``. ``compute``: what hits save, by which the settings are compared.
-    """
+    ``settings``. ``compute``: what hits save, by which the settings are compared."""
 
     settings = SETTINGS
 

@@ -16,8 +16,7 @@ class Inbox(Generic[T]):
     """Turns bytes from a socket into messages of one union, incrementally.
 
     Read into :meth:`room`, call :meth:`filled`, then :meth:`next` until it returns None. Keeps at
-    most one frame of ``limit`` bytes and 64 KiB. Not thread-safe.
-    """
+    most one frame of ``limit`` bytes and 64 KiB. Not thread-safe."""
 
     __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
 

@@ -148,16 +148,11 @@ class SizeClasses:
 
     All methods are for the server's loop, except where they say otherwise.
 
-    Args:
-        open_store: ``open_store(slot_bytes)`` makes a Store with the whole budget.
-            ``open_store(slot_bytes, True)`` makes one that shares the budget with others. It is
-            called on the lane. When it raises KVTierError, it is called again when that size is
-            asked for again.
-        call_soon: how a lane thread hands a call to the loop.
-        clock: monotonic seconds.
-        discard: removes what a closed size class left on disks, by slot size. It is called on the
-            lane.
-    """
+    ``open_store(slot_bytes)`` makes a Store with the whole budget, on the lane, and
+    ``open_store(slot_bytes, True)`` one that shares the budget with others. When it raises
+    KVTierError, it is called again when that size is asked for again. ``call_soon``: how a lane
+    thread hands a call to the loop. ``discard`` removes what a closed size left on disks, on the
+    lane too."""
 
     def __init__(
         self,

@@ -34,15 +34,9 @@ _HITS_CHECKED_S = 60.0
 
 class Server:
     """Serves Stores to any number of engines until :meth:`stop`. Create it and ``await`` its
-    methods on one loop.
-
-    Args:
-        open_store: makes the Store for a slot size, and is told whether several sizes share the
-            budget. It is called on a lane thread and raises KVTierError.
-        listeners: where to listen. :meth:`stop` closes them.
-        token: clients of ``needs_token`` listeners must prove that they know it.
-        discard: removes what is left of a slot size's chunks on disks when others get its room.
-    """
+    methods on one loop. ``open_store`` and ``discard``: see :class:`SizeClasses`. ``listeners``:
+    where to listen. :meth:`stop` closes them. ``token``: clients of ``needs_token`` listeners must
+    prove that they know it."""
 
     def __init__(
         self,
@@ -262,8 +256,7 @@ async def serve(
     loop.
 
     ``beside`` runs all the time, ``ready`` only while engines are let in. False: something was
-    dropped at the end. Raises KVTierError when the server cannot start.
-    """
+    dropped at the end. Raises KVTierError when the server cannot start."""
     told = asyncio.Event()
     server = make()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -50,15 +50,10 @@ class Publication(Protocol):
 class Session:
     """The session of one engine, over one Store that others use too. Not thread-safe.
 
-    Args:
-        size_class: has the chunks.
-        owner: whose chunks the engine saves and may drop.
-        announced: what the server publishes. None: nothing.
-        client: whose share of the slots it is part of. Empty: it has a share of its own.
-        mapped: whether some process of the engine maps the pool now. Only such a process can have
-            filled what is to be committed.
-        chunk_bytes: how much of a slot its chunks take. 0: all of it.
-    """
+    ``owner``: whose chunks the engine saves and may drop. ``client``: whose share of the slots it
+    is part of. Empty: it has a share of its own. ``mapped``: whether some process of the engine
+    maps the pool now, and can have filled what is to be committed. ``chunk_bytes``: how much of a
+    slot its chunks take. 0: all of it."""
 
     def __init__(
         self,

@@ -143,8 +143,7 @@ def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
     """Rooms when a size has come or gone.
 
     Each size first gets room for what it holds. Free room then makes the sizes as equal as it can.
-    When there is too little, the largest sizes give, down to what each always keeps.
-    """
+    When there is too little, the largest sizes give, down to what each always keeps."""
     least = {size: side.least(place) for size, side in sides.items()}
     held = {size: max(least[size], side.used) for size, side in sides.items()}
     if sum(least.values()) > place:

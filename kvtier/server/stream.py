@@ -33,17 +33,10 @@ class ChunkStream:
     """The stream of one connection. Not thread-safe.
 
     Every method may raise WireError. The connection ends then, and :meth:`end` gives back what it
-    held.
-
-    Args:
-        size_class: has the chunks.
-        owner: whose chunks the engine saves and may drop.
-        chunk_bytes: bytes of each chunk on the wire.
-        write: hands bytes to the socket. A memoryview is copied or sent before it returns.
-        flow: asks for calls of :meth:`pump` while there is something to send and the socket takes
-            it.
-        client: whose stream it is. All streams of one client have one share of the slots together.
-    """
+    held. ``owner``: whose chunks the engine saves and may drop. ``write`` hands bytes to the
+    socket, and copies or sends a memoryview before it returns. ``flow`` asks for calls of
+    :meth:`pump` while there is something to send and the socket takes it. All streams of one
+    ``client`` have one share of the slots together."""
 
     def __init__(
         self,

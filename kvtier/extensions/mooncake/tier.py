@@ -52,18 +52,12 @@ _VARIABLES = (
 
 
 class MooncakeStore:
-    """Objects in Mooncake's pool.
-
-    Args:
-        url: where its master is.
-        chunk_bytes: the largest chunk. A call may take as long as one needs at 8 MiB/s, and five
-            seconds more.
-        calls: at once, each with memory for one chunk.
-        python: interpreter that has Mooncake's library.
+    """Objects in Mooncake's pool. ``calls``: at once, each with memory for one chunk. ``python``:
+    the interpreter that has Mooncake's library.
 
     Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until there
-    is an answer or time is over, and raises MooncakeError.
-    """
+    is an answer or time is over (five seconds, and what ``chunk_bytes`` need at 8 MiB/s), and
+    raises MooncakeError."""
 
     faults: tuple[type[Exception], ...] = (MooncakeError,)
 
@@ -177,8 +171,7 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
     A master that does not answer is no error: the tier misses and refuses until it does. Raises
     TierError for what waiting does not heal: no library, no such protocol, no room for a chunk.
 
-    Threads: any number of lane threads.
-    """
+    Threads: any number of lane threads."""
 
     name = "mooncake"
     _share = "bytes in mooncake_url"

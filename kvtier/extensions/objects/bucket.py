@@ -149,16 +149,12 @@ _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.goog
 
 class Bucket:
     """The requests of one tier. Names are those of
-    :class:`~kvtier.tiers.away.object_layout.ObjectForm`.
-
-    Args:
-        url: where it is. Credentials, region and endpoint are the environment's.
-        chunk_bytes: the largest chunk. A request may take as long as one needs at 8 MiB/s, and five
-            seconds more.
+    :class:`~kvtier.tiers.away.object_layout.ObjectForm`. Credentials, region and endpoint are the
+    environment's.
 
     Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until the
-    store has answered or time is over, and raises FAULTS.
-    """
+    store has answered or time is over (five seconds, and what ``chunk_bytes`` need at 8 MiB/s), and
+    raises FAULTS."""
 
     faults: tuple[type[Exception], ...] = FAULTS
 

@@ -53,8 +53,7 @@ class Packing:
     def read(self, blocks: torch.Tensor, first: int, count: int) -> list[torch.Tensor]:
         """Keys and values of ``count`` tokens, from token ``first`` of these blocks on.
 
-        ``blocks``: uint8, ``[layers, blocks, bytes]``. Results: ``[layers, count, heads, dim]``.
-        """
+        ``blocks``: uint8, ``[layers, blocks, bytes]``. Results: ``[layers, count, heads, dim]``."""
         tokens = len(self.keys)
         begin, end = first // tokens, -(-(first + count) // tokens)
         elements, first = blocks.view(self.dtype)[:, begin:end], first - begin * tokens

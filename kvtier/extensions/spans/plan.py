@@ -44,8 +44,7 @@ class ComputedRun(NamedTuple):
     """Tokens ``begin`` to ``end`` of a prompt, which are computed in place.
 
     Up to ``moved`` they lie in a hole. From there on they are the first tokens of a section, and
-    what was moved there is a check of the run. So each run has at least one of them.
-    """
+    what was moved there is a check of the run. So each run has at least one of them."""
 
     begin: int
     moved: int

@@ -106,8 +106,7 @@ def listen_unix(address: Address) -> Listener:
     Its folder must belong to this user or to root, and no other user may write to it, as in /tmp. A
     missing folder is made with mode 0700. Raises ConfigError for an unsafe folder, and when another
     server has the file. A socket that systemd has made is taken as it is, and left when the server
-    ends.
-    """
+    ends."""
     path = Path(address.path)
     if (given := passed_socket(environment(), address.path)) is not None:
         refuse_shared_folder(path.parent)
@@ -157,8 +156,7 @@ def listen_tcp(
     Raises ConfigError where any client could come in: without a token and without client
     certificates, unless the address is loopback and ``insecure`` is given; and where traffic could
     be read along: on other addresses without TLS, unless ``unencrypted`` is given. Then the log
-    says so.
-    """
+    says so."""
     named = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
     if not token and not named and not (insecure and address.is_loopback):
         raise ConfigError(

@@ -27,8 +27,7 @@ class Changes(Observer):
     Args:
         place_names: RAM's name and the tiers', in the order of the places.
         named_only: note only chunks that :meth:`name` or :meth:`find` was given. A session that
-            names a key has the chunk's tokens, so no engine learns of another tenant's chunks.
-    """
+            names a key has the chunk's tokens, so no engine learns of another tenant's chunks."""
 
     def __init__(
         self,

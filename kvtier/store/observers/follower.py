@@ -81,14 +81,9 @@ class _Item(NamedTuple):
 
 
 class Follower(Observer):
-    """One thread at a time calls :meth:`work`.
-
-    Args:
-        adaptive: RAM's policy, where it adapts. Others read :attr:`adaptive`.
-        clock: monotonic seconds.
-        rooms: the room of each place, in chunks.
-        what_if: also find out what other sizes would have hit.
-    """
+    """One thread at a time calls :meth:`work`. ``adaptive``: RAM's policy, where it adapts.
+    ``rooms``: of each place, in chunks. ``what_if``: also find out what other sizes would have
+    hit."""
 
     def __init__(
         self,

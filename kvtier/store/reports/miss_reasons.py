@@ -44,8 +44,7 @@ class Marks:
 
     It is set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing
     Surveys 1982): a digest has four places, and the oldest of the four is replaced. 61 bits of a
-    digest are compared, so one is taken for another once in 10**17 queries. Not thread-safe.
-    """
+    digest are compared, so one is taken for another once in 10**17 queries. Not thread-safe."""
 
     __slots__ = ("_sets", "_words")
 
@@ -91,8 +90,7 @@ class FirstChunks:
 
     It is the memory of one engine's scheduler and never leaves that process. No request is told
     what it says, only counters are. A server keeps none, because several tenants use it. At most a
-    megabyte. One thread uses it.
-    """
+    megabyte. One thread uses it."""
 
     __slots__ = ("_saved",)
 

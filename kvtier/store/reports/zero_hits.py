@@ -71,14 +71,9 @@ def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
 class ZeroHits:
     """Compares counts that only grow. One thread uses it, or the caller's lock guards it.
 
-    Args:
-        room: how much the cache holds, see :func:`room`.
-        found: chunks that lower tiers held at the start.
-        chunks: the least number of asked chunks in a window without a hit.
-        seconds: the least length of such a window. 0: the whole time since the start counts
-            at once.
-        clock: monotonic seconds.
-    """
+    ``room``: how much the cache holds, see :func:`room`. ``found``: chunks that lower tiers held at
+    the start. ``chunks``: the least number of asked chunks in a window without a hit, and
+    ``seconds`` its least length. 0: the whole time since the start counts at once."""
 
     def __init__(
         self,
@@ -108,8 +103,7 @@ class ZeroHits:
         asked chunks by reason. A prompt too short for a chunk counts as one, with the reason
         ``short``.
 
-        True once in each period without hits: :attr:`verdict` is new and should be logged.
-        """
+        True once in each period without hits: :attr:`verdict` is new and should be logged."""
         if hits > self._hits:
             self.verdict, self._hits, self._asked = "", hits, asked
             self._before, self._since = dict(reasons), self._clock()

@@ -81,8 +81,7 @@ class LibraryProcess:
         environment: of the process, with the library's own secrets and no others: the library's
             other end may be hostile.
 
-    The process starts with the first call. Threads: any.
-    """
+    The process starts with the first call. Threads: any."""
 
     def __init__(
         self,

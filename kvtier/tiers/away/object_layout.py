@@ -26,14 +26,8 @@ _NAMESPACE_BYTES = 32
 
 
 class ObjectForm:
-    """Names of one model's chunks.
-
-    Args:
-        prefix: of every name in the bucket, or "".
-        namespace: 1 to 32 bytes that stand for the model, its layout and the encryption key.
-
-    Raises ConfigError for a namespace that cannot be used.
-    """
+    """Names of one model's chunks. ``namespace``: for the model, its layout and the encryption
+    key. Raises ConfigError for one that cannot be used."""
 
     def __init__(self, prefix: str, namespace: bytes) -> None:
         if not 1 <= len(namespace) <= _NAMESPACE_BYTES:

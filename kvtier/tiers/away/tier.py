@@ -72,14 +72,8 @@ ASKED_CHUNKS = 512
 
 
 class AwayTier(Tier):
-    """Chunks that others see and write too.
-
-    Args:
-        place: the tier's name in logs.
-        chunk_bytes: the largest chunk, at most 1 GiB.
-        clock: monotonic seconds.
-        events: counts besides :data:`AWAY_EVENTS`.
-    """
+    """Chunks that others see and write too. ``place``: the tier's name in logs. ``events``: counts
+    besides :data:`AWAY_EVENTS`."""
 
     shared = True
 

@@ -70,19 +70,11 @@ S = TypeVar("S", bound=WholeObjects)
 
 
 class WholeObjectTier(AwayTier, Generic[S]):
-    """Chunks as objects.
-
-    Args:
-        store: where it is. The tier closes it.
-        form: names.
-        bytes_: our share of it.
-        chunk_bytes: the largest chunk, at most 1 GiB.
-        clock: monotonic seconds.
+    """Chunks as objects, in our share (``bytes_``) of a store, which the tier closes.
 
     A store that cannot be reached is no error: the tier misses and refuses until it answers. Raises
     TierError for what waiting does not heal, and without room for a chunk. Threads: any number of
-    lane threads.
-    """
+    lane threads."""
 
     _share: str
     """Key or parameter that gives more room."""

@@ -87,9 +87,7 @@ def provided_logins(path: str) -> ProvidedLogins:
 
 
 class ConnectionFactory:
-    """Makes logged-in connections to any server of one URL. Threads: any.
-
-    ``login``: fixed, or a provider that is asked for each connection. Raises ConfigError for
+    """Makes logged-in connections to any server of one URL. Threads: any. Raises ConfigError for
     certificate files that cannot be read."""
 
     def __init__(

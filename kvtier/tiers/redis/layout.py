@@ -48,15 +48,8 @@ _MOST_PARTS = 16_384
 class Form:
     """Names and headers of one model's chunks.
 
-    Args:
-        prefix: first part of every name. Letters, digits and ``. _ : -``, so that it can stand in
-            patterns and ACLs.
-        namespace: 1 to 32 bytes that stand for the model and its layout (the first bytes of the
-            fingerprint).
-        part_bytes: payload bytes of a part.
-
-    Raises ConfigError for a prefix, namespace or size that cannot be used.
-    """
+    ``prefix`` begins every name, and stands in patterns and ACLs. ``namespace``: the first bytes of
+    the fingerprint. Raises ConfigError for a prefix, namespace or size that cannot be used."""
 
     def __init__(self, prefix: str, namespace: bytes, part_bytes: int = PART_BYTES) -> None:
         if not _PREFIX.fullmatch(prefix):
@@ -180,8 +173,7 @@ def check_settings(
 
     Redis's own eviction knows keys, not runs, so it takes heads of runs and single parts. On real
     traces ``allkeys-lru`` lost 2 to 13 points of hit ratio against leaf-first order,
-    ``allkeys-random`` two to six times as much.
-    """
+    ``allkeys-random`` two to six times as much."""
     worst = max(policies, key=_harm, default="noeviction")
     if _harm(worst) == 0 or (_harm(worst) == 1 and not ttl):
         if 0 < maxmemory < bytes_:

@@ -22,23 +22,16 @@ from kvtier.tiers.redis.wire import Wire
 
 class RedisServers:
     """Where Redis is and how to reach it. Connects when first used, and again by itself after a
-    fault.
+    fault. ``connections``: the most to each node: as many as threads call.
 
-    Args:
-        url: what :mod:`kvtier.tiers.redis.url` reads. The scheme says whether it is a cluster,
-            because a server that is down at the start cannot.
-        credential_provider: the dotted path of what logs in, instead of the URL's user.
-        connections: the most to each node: as many as threads call.
-        timeout_s: longest wait for one reply, one send or one connect. A call that moves a chunk
-            ends within twice that. A call that must connect first has three times, and one that
-            must first ask a cluster or Sentinel where the nodes are has five times. Looking up a
-            host's name is the system's affair.
-        clock: monotonic seconds, for how often a cluster or Sentinel is asked.
+    ``timeout_s``: longest wait for one reply, one send or one connect. A call that moves a chunk
+    ends within twice that. A call that must connect first has three times, and one that must first
+    ask a cluster or Sentinel where the nodes are has five times. Looking up a host's name is the
+    system's affair.
 
     Raises ConfigError for a URL that cannot be read, and a provider that cannot be used.
 
-    Threads: any. ``_lock`` guards the pools and is never held during I/O.
-    """
+    Threads: any. ``_lock`` guards the pools and is never held during I/O."""
 
     def __init__(
         self,

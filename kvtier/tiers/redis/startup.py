@@ -60,8 +60,7 @@ def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
     """Facts of every node, after a trial of all that the tier will do.
 
     Raises FAULTS when the server cannot be reached now, TierError for what only the operator can
-    mend.
-    """
+    mend."""
     probe = form.probe
     trials = [
         ("SET", probe, b"1", "PX", _PROBE_MS),
@@ -100,8 +99,7 @@ def room_for(
     """Number of chunks of ``room`` bytes in our share. Logs what the server's memory settings mean.
 
     ``bytes_`` None: nine tenths of ``maxmemory``, or 0 without ``facts`` (the server is away).
-    Raises TierError when ``maxmemory`` is needed and not set, or our share is less than a chunk.
-    """
+    Raises TierError when ``maxmemory`` is needed and not set, or our share is less than a chunk."""
     if bytes_ is None and not facts:
         return 0
     policies = sorted({fact.policy for fact in facts if fact.policy is not None})

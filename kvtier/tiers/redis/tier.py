@@ -82,16 +82,9 @@ T = TypeVar("T")
 
 
 class RedisTier(AwayTier):
-    """Chunks on Redis.
-
-    Args:
-        servers: where Redis is. They are closed with the tier.
-        form: names and part size.
-        bytes_: our share of its memory. None: nine tenths of its ``maxmemory``.
-        chunk_bytes: the largest chunk, at most 1 GiB.
-        ttl_s: chunks leave Redis this long after their last write, read or not. None: never by
-            time.
-        clock: monotonic seconds.
+    """Chunks on Redis. ``servers`` are closed with the tier. ``bytes_``: our share of its memory.
+    None: nine tenths of its ``maxmemory``. ``ttl_s``: chunks leave Redis this long after their last
+    write, read or not. None: never by time.
 
     A server that cannot be reached is no error: the tier misses and refuses until it answers.
     Without ``bytes_`` its room is 0 until then. Raises TierError for what waiting does not heal: a
@@ -99,8 +92,7 @@ class RedisTier(AwayTier):
     cluster, no room for a chunk.
 
     Threads: any number of lane threads, each for at most what :class:`RedisServers` promises, and
-    one of its own (:mod:`.upkeep`).
-    """
+    one of its own (:mod:`.upkeep`)."""
 
     name = "redis"
     keeps_owners = True

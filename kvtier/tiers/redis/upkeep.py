@@ -133,16 +133,8 @@ GIVEN_BACK = (
 
 class Upkeep:
     """Signs for one tier on a thread of its own: every five seconds until Redis has said how much
-    room there is, then once a minute. Makes room for the tier's writes on their threads.
-
-    Args:
-        servers: where Redis is.
-        form: our names.
-        settle: learn how much room there is. False while Redis does not say.
-        chunk_bytes: the size of our chunks, which stands in what is signed.
-
-    ``apart``: a signer for the same model has chunks of another size.
-    """
+    room there is (``settle``), then once a minute. Makes room for the tier's writes on their
+    threads. ``apart``: a signer for the same model has chunks of another size."""
 
     def __init__(
         self, servers: RedisServers, form: Form, settle: Callable[[], bool], chunk_bytes: int

@@ -62,8 +62,7 @@ class Wire:
         connection: a connected socket. The owner closes it when a method raised anything.
         timeout_s: time for all that the call does. A transfer may wait once more as long for its
             last bytes.
-        secrets: never shown in an error, whatever the server says.
-    """
+        secrets: never shown in an error, whatever the server says."""
 
     def __init__(
         self, connection: socket.socket, timeout_s: float, secrets: Sequence[str] = ()
@@ -129,8 +128,7 @@ class Wire:
         memory.
 
         Ends early at the first missing name. What follows in ``into`` is undefined then. Raises
-        WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS.
-        """
+        WrongSizeError for a value of another size, RefusedError for a refusal, FAULTS."""
         self._socket.settimeout(self._left())
         commands = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in names]
         sent = min(IN_FLIGHT_PARTS, len(commands))

@@ -37,14 +37,9 @@ class FilePosition(NamedTuple):
 
 
 class Rotation:
-    """Which file is next, and which ones leave. Pure.
-
-    Args:
-        found: names and sizes of the files that are there, the oldest first.
-        file_bytes: a file that would be larger is ended.
-        file_s: a file that is older is ended.
-        most_bytes: the bound of all files together.
-    """
+    """Which file is next, and which ones leave. Pure. ``found``: names and sizes of the files that
+    are there, the oldest first. One that is larger than ``file_bytes``, or older than ``file_s``,
+    is ended. ``most_bytes``: the bound of all together."""
 
     def __init__(
         self,
