@@ -35,10 +35,11 @@ BOTH = room(40)
 
 class FaultyDisks:
     """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`: payloads of ``bad`` folders give EIO,
-    and of ``hung`` ones neither come nor go."""
+    of ``hung`` ones neither come nor go, and of ``slow`` ones take a second of ``clock``."""
 
-    def __init__(self):
-        self.bad, self.hung = set[Path](), set[Path]()
+    def __init__(self, clock):
+        self.bad, self.hung, self.slow = set[Path](), set[Path](), set[Path]()
+        self.clock = clock
         self.goes = threading.Event()
         self.waiting = 0
 
@@ -50,6 +51,7 @@ class FaultyDisks:
         if folder in self.hung:
             self.waiting += 1
             assert self.goes.wait(60)
+        self.clock.now += 1.0 if folder in self.slow else 0.001
         if folder in self.bad:
             raise OSError(errno.EIO, "simulated")
 
@@ -63,8 +65,8 @@ class FaultyDisks:
 
 
 @pytest.fixture
-def faulty(monkeypatch):
-    faulty = FaultyDisks()
+def faulty(clock, monkeypatch):
+    faulty = FaultyDisks(clock)
     monkeypatch.setattr(kvtier.tiers.nvme.files, "os", faulty)
     yield faulty
     faulty.goes.set()
@@ -177,6 +179,71 @@ def test_a_disk_that_hangs_holds_its_threads_and_no_others(tmp_path, faulty, clo
     wait_for(lambda: tier.disks[2].idle, "the calls ended")
     assert tier.lost_and_found()[1] == hung[:-1]
     assert lane.close(5.0)
+    tier.close()
+
+
+def used(place, clock):
+    """Disks whose paces are known: a chunk a millisecond."""
+    tier = opened(place, clock)
+    fill(tier, KEYS)
+    assert all(holds(tier, key) for key in KEYS)
+    assert {disk.late_s for disk in tier.disks} == {0.05}
+    return tier
+
+
+def test_nobody_waits_for_a_disk_that_is_slow_now(tmp_path, faulty, clock):
+    tier = used(tmp_path, clock)
+    slow, others = of(tier, 2), [key for at in (0, 1, 3) for key in of(tier, at)]
+    faulty.hung.add(tier.disks[2].folder)
+    lane, got = Lane("disks", 8, urgent_bound=100, bound=100), list[bool | None]()
+    for key in slow[:8]:
+        lane.submit(lambda key=key: got.append(read(tier, key)))  # type: ignore[misc]
+    wait_for(lambda: faulty.waiting == 2, "two calls are slow, the others wait for their turn")
+    clock.now += 0.2
+    wait_for(lambda: got == [None] * 6, "the others gave up")
+    for key in others:
+        lane.submit(lambda key=key: got.append(read(tier, key)))  # type: ignore[misc]
+    wait_for(lambda: got[6:] == [True] * len(others), "all others are read meanwhile")
+    assert not any(tier.may_read(key) for key in slow) and not tier.nodes_away
+    assert tier.write(KEYS[0], content(KEYS[0], SLOT)), "it is there"
+    fill(tier, LAYOUT.keys([77, 78, 79, 80]))
+    assert of(tier, 2) == slow, "written to the others"
+    faulty.hung.clear()
+    faulty.goes.set()
+    wait_for(lambda: lane.is_idle, "the calls ended")
+    assert got[-2:] == [True, True] and all(holds(tier, key) for key in slow)
+    assert lane.close(5.0)
+    tier.close()
+
+
+def test_a_disk_that_stays_slow_is_left_alone_until_it_is_fast(tmp_path, faulty, clock):
+    tier = used(tmp_path, clock)
+    slow, folder = of(tier, 1), tier.disks[1].folder
+    faulty.slow.add(folder)
+    assert all(holds(tier, key) for key in slow[:3])
+    assert tier.nodes_away == [f"{folder} (it is far slower than the other disks)"]
+    assert set(tier.lost_and_found()[0]) == set(slow) and tier.capacity == 60
+    clock.now += 60
+    assert tier.lost_and_found() == ([], []), "it was tried, and is as slow"
+    faulty.slow.clear()
+    clock.now += 60
+    assert set(tier.lost_and_found()[1]) == set(slow) and not tier.nodes_away
+    tier.close()
+
+
+def test_where_all_disks_become_slow_the_last_one_serves_and_has_the_others_back(
+    tmp_path, faulty, clock
+):
+    tier = used(tmp_path, clock)
+    faulty.slow.update(disk.folder for disk in tier.disks)
+    for _ in range(20):
+        for key in KEYS:
+            read(tier, key)
+    last = [disk for disk in tier.disks if not disk.away]
+    assert last, "slow as it is, it is the fastest"
+    clock.now += 60
+    tier.lost_and_found()
+    assert not tier.nodes_away
     tier.close()
 
 

@@ -5,13 +5,15 @@ A chunk lies whole on one disk, which is chosen when it is written. The chunks o
 spread, so one load reads from all disks. Pieces of one chunk on all disks would be read no sooner
 than so, and one bad disk would cost all chunks.
 
-A disk that fails or hangs is left alone. Its chunks are misses, its room leaves ``capacity``, and
-the others go on. It is tried again by itself, and told with what it still holds.
+A disk that fails, hangs or becomes far slower than the others is left alone. Its chunks are misses,
+its room leaves ``capacity``, and the others go on. It is tried again by itself, and told with what
+it still holds.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -268,17 +270,25 @@ class DiskSet(Tier):
             ]
             if not able:
                 return None
-            known = [one.pace_s for one in self.disks if one.pace_s]
-            usual_s = min(known, default=_FIRST_PACE_S)
+            usual_s = next(iter(self._paces()), (_FIRST_PACE_S, 0))[0]
             late_s = _LATE_FACTOR * usual_s
-            disk = min(able, key=lambda one: one.due + late_s * (one.calls >= one.most_calls))
+            disk = min(
+                able,
+                key=lambda one: (not one.well(), one.due + late_s * (one.calls >= one.most_calls)),
+            )
             self._turn = max(self._turn, disk.due)
             disk.due = self._turn + (disk.pace_s or usual_s)
             return disk
 
+    def _paces(self) -> list[tuple[float, int]]:
+        """Under the lock: of the disks that are well, as far as known, and their index. The fastest
+        is first."""
+        disks = enumerate(self.disks)
+        return sorted((one.pace_s, at) for at, one in disks if one.pace_s and not one.away)
+
     def _begin(self, disk: SetDisk, deleting: ChunkKey | None = None) -> int | None:
-        """A call to a disk begins as soon as it has fewer than its most. None: the disk is left
-        alone, and owes the deletion."""
+        """A call to a disk begins as soon as it has fewer than its most. None: nobody waits for it
+        now, or it is left alone, and owes the deletion."""
         with self._lock:
             while True:
                 self._look()
@@ -288,13 +298,18 @@ class DiskSet(Tier):
                     return None
                 if disk.calls < disk.most_calls:
                     return disk.begun()
-                disk.freed.wait(disk.frozen_s)
+                if deleting is None and not disk.well():
+                    return None
+                disk.freed.wait(min(disk.frozen_s, disk.late_s))
 
     def _end(self, disk: SetDisk, call: int, *, moved: bool, wrote: ChunkKey | None = None) -> bool:
         """Whether the disk is still well. If not, it owes the deletion of what it was given."""
         with self._lock:
             disk.ended(call, moved=moved)
             self._look()
+            paces = self._paces()
+            for at, one in enumerate(self.disks):
+                one.keep_up(next((pace for pace, of in paces if of != at), math.inf))
             if disk.away and moved and wrote is not None:
                 disk.owed.add(wrote)
             return not disk.away

@@ -20,8 +20,10 @@ FROZEN_S = 2.0
 """A call that lasts longer than this, and than a slow disk's, is one of a disk that hangs."""
 _SLOWEST_BYTES_S = 25e6
 """Bytes a second of a disk that works, before its pace is known."""
-_LATE_FACTOR = 16
+_HANGS_FACTOR = 16
 """Factor of the usual time of a call after which the disk hangs."""
+_LATE_FACTOR, _LATE_S = 8, 0.05
+"""Factor of what other disks take for a call, after which nobody waits for it, and its least."""
 _FIRST_CALLS, _PACE_CALLS = 16, 64
 """Calls from which on a disk's pace is known, and calls that it is the average of."""
 _OUT_FACTOR = 4
@@ -63,6 +65,10 @@ class SetDisk:
         self._pace_s, self._paced = math.inf, 0
         self.frozen_s = FROZEN_S
         """Age of a call from which on the disk hangs. Read without the lock."""
+        self.late_s = math.inf
+        """Age of a call from which on others do not wait for the disk. Read without the lock."""
+        self._late_at, self._slow = -math.inf, False
+        """End of the last call that was late, and whether no call has failed since."""
         self._begun: dict[int, float] = {}
         self._calls = self._faults = 0
         self.oldest = math.inf
@@ -76,7 +82,11 @@ class SetDisk:
 
     def well(self) -> bool:
         """Without the lock: it is not left alone, and answers."""
-        return not self.away and self._clock() - self.oldest < self.frozen_s
+        return not self.away and self._clock() - self.oldest < min(self.frozen_s, self.late_s)
+
+    def keep_up(self, pace_s: float) -> None:
+        """``pace_s``: the fastest of the other disks. None is known: infinite."""
+        self.late_s = max(_LATE_S, _LATE_FACTOR * self.most_calls * pace_s)
 
     @property
     def well_tier(self) -> NvmeTier:
@@ -130,7 +140,8 @@ class SetDisk:
     def ended(self, call: int, *, moved: bool) -> None:
         """``moved``: a chunk was written or read."""
         beside, now = len(self._begun), self._clock()
-        seconds = (now - self._begun.pop(call)) / beside
+        begun = self._begun.pop(call)
+        seconds = (now - begun) / beside
         self.oldest = next(iter(self._begun.values()), math.inf)
         self.freed.notify()
         if self.away or self.tier is None:
@@ -139,6 +150,11 @@ class SetDisk:
         faults = counts["failed_reads"] + counts["failed_writes"]
         if faults > self._faults:
             self.breaker.fault()
+            self._slow = False
+        elif now - begun >= self.late_s:
+            if begun >= self._late_at:  # of calls at once the first one counts
+                self.breaker.fault()
+            self._late_at, self._slow = now, True
         elif moved:
             self.breaker.ok()
             self._paced = min(self._paced + 1, _PACE_CALLS)
@@ -146,13 +162,15 @@ class SetDisk:
             before = 0.0 if self._paced == 1 else self._pace_s
             self._pace_s = before + (sample - before) / self._paced
             if (pace_s := self.pace_s) is not None:
-                self.frozen_s = max(FROZEN_S, _LATE_FACTOR * self.most_calls * pace_s)
+                self.frozen_s = max(FROZEN_S, _HANGS_FACTOR * self.most_calls * pace_s)
         self._faults = faults
 
     def fault(self) -> str:
         """Why it has to be left alone from now on. Empty: it need not."""
         if self._clock() - self.oldest >= self.frozen_s:
             return f"a call has lasted {self.frozen_s:.1f} s"
+        if self.breaker.open and self._slow:
+            return "it is far slower than the other disks"
         if self.breaker.open:
             return "its reads or writes fail: look at the kernel's log (dmesg)"
         return "its folder was removed or replaced" if self.tier and self.tier.trouble else ""
@@ -180,7 +198,10 @@ class SetDisk:
     def try_again(self, others: Iterable[SetDisk], *, lent: bool) -> Sequence[ChunkKey]:
         """Open the folder again unless what is open works. Returns what it holds and none of
         ``others`` does, coldest first. Raises TierError or OSError."""
+        begun = self._clock()
         if self.tier is not None and self.tier.works():
+            if self._clock() - begun >= self.late_s / self.most_calls:
+                raise TierError("it is far slower than the other disks")
             held: Sequence[ChunkKey] = self.tier.held()
         else:
             self._require_place()

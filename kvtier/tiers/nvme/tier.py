@@ -236,13 +236,13 @@ class NvmeTier(Tier):
 
     def works(self) -> bool:
         """Whether the folder is in place, a free slot can be written, and a slot be read."""
-        page = memoryview(bytearray(PAGE_BYTES))
+        chunk = memoryview(bytearray(self.slot_bytes))
         with self._lock:
             slot = self._free.pop() if self._free else None
         try:
             if slot is not None:
-                self._files.write_payload(slot, page)
-            self._files.read_payload(slot or 0, page)
+                self._files.write_payload(slot, chunk)
+            self._files.read_payload(slot or 0, chunk)
             return self._look()
         except OSError:
             return False
