@@ -5,7 +5,7 @@
 A prompt of 64 chunks of 2 MiB is stored in eight jobs, as steps of its prefill do, and loaded in
 one. Other chunks were in the server's RAM before. *Cold*: both have begun anew; ``fs`` reads by
 O_DIRECT in any case. *Step*: the calls on the scheduler's thread where five steps in turn look for
-the same 10,000 chunks, of which none is there.
+the same 10,000 chunks, of which none is there. Its row is of all rounds' steps together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +30,8 @@ from kvtier.bench.model import make_model
 from kvtier.bench.report import median_row, percentile, print_rows, write_results
 
 CHUNKS, CHUNK_BYTES, JOBS, LOOKUPS, STEPS = 64, 2 << 20, 8, 10_000, 100
-_BYTES, _POLL_S, _COMPUTES_S = CHUNKS * CHUNK_BYTES, 0.0002, 0.02
+_BYTES, _POLL_S, _COMPUTES_S = CHUNKS * CHUNK_BYTES, 0.0002, 0.05
+_STEP = "step with 10,000 lookups, p99"
 _OURS: dict[str, Any] = {"type": "KVTierTier", "module_path": "kvtier.connectors.vllm_tier"}
 _OURS |= {"load_timeout_ms": 30_000}  # the disk is shared
 _FS = {"type": "fs"}
@@ -111,10 +113,11 @@ def measured(model: Path, folder: Path, order: int) -> Iterator[tuple[str, int, 
                     yield "load, in server RAM", arm, move_ms(tier, "measured")[0]
             gc.collect()
             gc.freeze()  # as vLLM does when it has started
-            spent = [[step_ms(tier, at) for _, tier in turns] for at in range(STEPS)]
+            for number in range(STEPS):
+                for arm, tier in turns[:: -1 if number // 5 % 2 else 1]:
+                    yield _STEP, arm, step_ms(tier, number)
             gc.unfreeze()
-            for (arm, tier), own in zip(turns, zip(*spent, strict=True), strict=True):
-                yield "step with 10,000 lookups, p99", arm, percentile(own, 99)
+            for _, tier in turns:
                 tier.shutdown()
 
 
@@ -134,7 +137,11 @@ def main() -> None:
     rows = []
     for name, (own, fs) in seen.items():
         ratio = statistics.median(one / of for one, of in zip(own, fs, strict=True))
-        rows.append(median_row(f"vLLM's tier: {name}", own, "ms", statistics.median(fs), ratio))
+        row = median_row(f"vLLM's tier: {name}", own, "ms", statistics.median(fs), ratio)
+        if name == _STEP:
+            slow, theirs = (percentile(each, 99) for each in (own, fs))
+            row = replace(row, value=slow, limit=theirs, ratio=slow / theirs)
+        rows.append(row)
     print_rows(rows)
     write_results(given.out, "tier", rows)
 

@@ -23,21 +23,21 @@ from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
 from tests.integration.test_vllm_launch import ENGINE, HIT, QUIET, Launched
 from tests.integration.tier_scenarios import TIER
 from tests.server_process import serving
-from tests.unit.extensions.vllm_tier.tiering import OURS, PATIENT
+from tests.unit.extensions.vllm_tier.tiering import COUNTER, OURS, PATIENT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture
 def run(forks, mode, tmp_path):
-    """``run(model, tier)``: answers of a new engine. Without a tier: those of vLLM alone."""
+    """``run(model, tier, scenario)``: a new engine's answers. No tier: those of vLLM alone."""
     numbers = itertools.count()
 
-    def once(model, tier=None):
+    def once(model, tier=None, scenario="once"):
         out = tmp_path / f"run{next(numbers)}" / "answers.json"
         out.parent.mkdir()
         more = {TIER: json.dumps(tier)}
-        answers = start(forks(mode), "tier_scenarios once", out, model, None, more=more)
+        answers = start(forks(mode), f"tier_scenarios {scenario}", out, model, None, more=more)
         assert not isinstance(answers, str), str(answers)[-6000:]
         return answers
 
@@ -56,6 +56,20 @@ def test_a_second_engine_hits_what_the_first_one_left_and_answers_as_without(run
     assert_same(second, plain)
     assert hits(first) == [0] * 3
     assert hits(second) == [DOCUMENT_HIT] * 3
+
+
+@in_modes(extended=(V1, V2_ASYNC))
+def test_states_come_back_with_the_attention_before_them(run, tmp_path):
+    """Blocks are as long as a state is large: 640 tokens, or 384, by the host."""
+    model = make_model(tmp_path / "qwen3next", "qwen3next")
+    plain = run(model, scenario="stateful")
+    with serving(ram_bytes="64MiB") as server:
+        ours = OURS | {"server": str(server.address)} | PATIENT
+        first, second = (run(model, ours, "stateful") for _ in range(2))
+    assert_same(first, plain)
+    assert_same(second, plain)
+    assert hits(first) == [0] * 3
+    assert hits(second) in ([1280] * 3, [1152] * 3)
 
 
 @in_modes(V1)
@@ -106,7 +120,7 @@ class Tiered(Launched):
     def chunks(self, outcome):
         """As an engine says that has just made a step."""
         self.answer([1, 2, 3])
-        return self.metric("kvtier_tier_chunks_total", outcome=outcome)
+        return self.metric(f"{COUNTER}_total", outcome=outcome)
 
     def server(self):
         """The process that listens where launch's entry says."""

@@ -4,20 +4,33 @@ engine they use."""
 
 import json
 import os
-import sys
-from pathlib import Path
+from functools import partial
 
-from tests.integration.scenarios import Engine, rounds
+from tests.integration.group_scenarios import made
+from tests.integration.scenarios import Engine, answered, document, rounds
 
 TIER = "TEST_TIER"
 """A variable of the tests: an entry of ``secondary_tiers``, as JSON. ``null``: vLLM alone."""
+STATEFUL_TOKENS = 1500
 
 
 def once(model):
     """Each document once. Ends when every job of the tier has been reported."""
+    engine = Engine(model, **transfer())
+    return reported(engine, rounds(engine, times=1))
+
+
+def stateful(model):
+    """The same of a model with states, whose blocks are as long as a state is large."""
+    engine = made(model, **transfer(blocks_per_chunk=1))
+    prompts = [document(seed, STATEFUL_TOKENS) for seed in range(3)]
+    return reported(engine, [engine.ask([prompt])[0] for prompt in prompts])
+
+
+def transfer(**more):
     tier = json.loads(os.environ[TIER])
     if tier is None:
-        return rounds(Engine(model), times=1)
+        return {}
     extra = {
         "spec_name": "TieringOnCPU",
         "spec_module_path": "kvtier.bench.compare.peers.offloading_cpu",
@@ -25,21 +38,20 @@ def once(model):
         "blocks_per_chunk": 2,
         "secondary_tiers": [tier],
     }
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    engine = Engine(model, kv_transfer_config=transfer | {"kv_connector_extra_config": extra})
-    answers = rounds(engine, times=1)
+    found = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {"kv_transfer_config": found | {"kv_connector_extra_config": extra | more}}
+
+
+def reported(engine, answers):
     core = engine.llm.llm_engine.engine_core.engine_core
+    connector = core.scheduler.connector
     for _ in range(1000):
-        engine.ask([[1, 2, 3]], max_tokens=1)
-        if not core.scheduler.connector.has_pending_push_work():
+        if connector is None or not connector.has_pending_push_work():
             break
+        engine.ask([[1, 2, 3]], max_tokens=1)
     return answers
 
 
-def main():
-    name, out, model = sys.argv[1:]
-    Path(out).write_text(json.dumps({"once": once}[name](model)))
-
-
+main = partial(answered, globals())
 if __name__ == "__main__":
     main()

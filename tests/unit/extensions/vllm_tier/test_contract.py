@@ -4,6 +4,7 @@ answers and the same bytes."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from mmap import mmap
 from types import SimpleNamespace
@@ -12,20 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.bench.processes.servers import free_port
 from kvtier.connectors import vllm_tier as entry
 from kvtier.core.errors import ConfigError
 from kvtier.extensions.cache_server import Attached
 from tests.child_process import wait_for
+from tests.server_process import serving
 from tests.unit.extensions.vllm_tier.tiering import (
     LAYOUT,
     OURS,
     PATIENT,
     chunk_keys,
+    counted,
     engine_config,
     make_spec,
+    tiering,
 )
 
 ROW = LAYOUT.chunk_bytes
+EMA = "vllm.v1.kv_offload.tiering.backpressure.EMABackpressureDetector"
 
 
 class Both:
@@ -124,23 +130,124 @@ def test_a_chunk_that_is_gone_fails_by_its_key_and_is_a_miss_until_its_request_e
     assert [one[3] for one in left] == ["MISS"] * 2
     assert left[0] == ["HIT"] * 3 + ["MISS"] + ["HIT"] * 2
     assert [event.removed for event in both.ours.take_events()] == [False, True]
-    assert both.ours.get_stats().reduce() == {
-        f"kvtier_tier_chunks:('{name}',)": count
-        for name, count in {"hit": 6, "stored": 6, "loaded": 5, "not_loaded": 1}.items()
-    }
+    assert counted(both.ours) == {"hit": 6, "stored": 6, "loaded": 5, "not_loaded": 1}
     assert both.ours.get_stats() is None
 
 
-def test_a_hung_server_is_a_miss_in_time_and_ends_every_job(model, server, tmp_path) -> None:
-    ours = OURS | {"server": str(server.address), "server_timeout_ms": 50, "load_timeout_ms": 300}
+class Struck:
+    """The tier's server, to which something happens inside a call: where it is asked, or has had a
+    chunk."""
+
+    def __init__(self, server: Any, strike: Any) -> None:
+        self._server, self._strike, self.close = server, strike, server.close
+
+    def known(self, keys: Any) -> Any:
+        self._strike()
+        return self._server.known(keys)
+
+    def save(self, keys: Any, fill: Any, until: float) -> Any:
+        return self._server.save(keys, self._then(fill), until)
+
+    def load(self, keys: Any, take: Any, until: float) -> Any:
+        return self._server.load(keys, self._then(take), until)
+
+    def _then(self, copy: Any) -> Any:
+        def copied(place: int, slot: memoryview) -> bool:
+            done = bool(copy(place, slot))
+            self._strike()
+            return done
+
+        return copied
+
+
+@pytest.mark.parametrize("call", ["known", "save", "load"])
+@pytest.mark.parametrize("fault", ["pause", "kill"])
+def test_a_server_that_ends_inside_a_call_is_a_miss_in_time_and_ends_every_job(
+    model, tmp_path, fault, call
+) -> None:
+    keys, new = chunk_keys(3, 6), chunk_keys(4, 6)
+    times = {"server_timeout_ms": 50, "load_timeout_ms": 300}
+    with serving(ram_bytes="8MiB") as server:
+        ours = OURS | {"server": str(server.address)} | times
+        both = Both(model, ours, {"type": "fs", "root_dir": str(tmp_path)})
+        tier = both.ours
+        both.rows[:6] = 7
+        wait_for(lambda: both.move(tier, keys, 0, load=False).success, "it is stored")
+        struck = threading.Event()
+
+        def strike() -> None:
+            if not struck.is_set():
+                struck.set()
+                getattr(server, fault)()
+
+        tier._server = Struck(tier._server, strike)
+        if call == "known":
+            assert both.held(tier, keys) == ["MISS"] * 6
+        elif call == "load":
+            loaded = both.move(tier, keys, 16, load=True).successful_keys
+            assert all((both.rows[16 + keys.index(key)] == 7).all() for key in loaded)
+        else:
+            both.move(tier, new, 0, load=False)
+        assert struck.is_set()
+        assert both.held(tier, new, "later") == ["MISS"] * 6
+        assert not both.move(tier, keys, 16, load=True).success
+        assert not both.move(tier, chunk_keys(5, 6), 0, load=False).success
+        both.each(lambda one: (one.drain_jobs(), one.shutdown()))
+        if fault == "pause":
+            server.resume()
+
+
+def test_more_jobs_than_lanes_have_room_for_end_too_and_a_drain_has_every_result(
+    model, server, tmp_path
+) -> None:
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    ours = OURS | {"server": str(server.address), "server_timeout_ms": 50}
     both = Both(model, ours, {"type": "fs", "root_dir": str(tmp_path)})
-    keys = chunk_keys(3, 6)
-    both.move(both.ours, keys, 0, load=False)
+    wait_for(lambda: both.move(both.ours, chunk_keys(7, 1), 0, load=False).success, "attached")
+    context, ended = SimpleNamespace(req_id="r"), list[Any]()
     with server.paused():
-        assert both.held(both.ours, keys) == ["MISS"] * 6
-        assert not both.move(both.ours, keys, 16, load=True).success
-        assert not both.move(both.ours, chunk_keys(4, 6), 0, load=False).success
+        for number in range(300):
+            key, row = tuple(chunk_keys(8 + number % 2, 1)), np.zeros(1, np.int32)
+            both.ours.submit_store(TransferJob(number, key, row, False, context))
+        ended += both.ours.get_finished_jobs()
+        assert len(ended) >= 300 - 256 - 4, "a full lane refuses at once"
         both.ours.drain_jobs()
+        ended += both.ours.get_finished_jobs()
+    assert sorted(one.job_id for one in ended) == [*range(300)]
+    assert not any(one.success for one in ended)
+    assert counted(both.ours)["not_stored"] == 300
+    both.each(lambda tier: tier.shutdown())
+
+
+def test_vllms_back_pressure_drops_what_a_slow_server_cannot_take(model, server) -> None:
+    slow = {"backpressure_cls": EMA, "warmup_completions": 1, "high_water_s": 0, "low_water_s": 0}
+    slow |= {"policy_cls": "vllm.v1.kv_offload.tiering.backpressure.DropStorePolicy"}
+    ours = OURS | {"server": str(server.address), "backpressure": slow} | PATIENT
+    with tiering(engine_config(model, [ours])) as steps:
+        context, runs = steps.context(), [chunk_keys(prompt, 2) for prompt in range(20, 24)]
+        for keys in runs:
+            steps.store(context, keys)
+            steps.settle()
+        assert counted(steps.tier) == {"stored": 4}
+        assert steps.tier.bp_detector.policy.pop_stores_dropped() == (2, 4)
+        steps.manager.on_request_finished(context)
+
+
+def test_by_tcp_all_is_the_same_and_events_say_remote(model, tmp_path) -> None:
+    address, keys = f"tcp://127.0.0.1:{free_port()}", chunk_keys(9, 4)
+    with serving(address, ram_bytes="8MiB", flags=("--insecure",)):
+        ours = OURS | {"server": address, "enable_kv_events": True}
+        both = Both(model, ours | PATIENT, {"type": "fs", "root_dir": str(tmp_path)})
+        both.rows[:4] = np.random.default_rng(1).integers(0, 256, (4, ROW), np.uint8)
+        assert both.held(both.ours, keys) == ["MISS"] * 4
+        both.ours.on_request_finished(SimpleNamespace(req_id="r"))
+        assert both.move(both.ours, keys, 0, load=False).success
+        assert both.held(both.ours, keys) == ["HIT"] * 4
+        assert both.move(both.ours, keys, 16, load=True).success
+        assert (both.rows[16:20] == both.rows[:4]).all()
+        (event,) = both.ours.take_events()
+        assert (event.medium.name, event.locality.name) == ("STORAGE", "REMOTE")
         both.each(lambda tier: tier.shutdown())
 
 

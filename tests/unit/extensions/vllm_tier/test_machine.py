@@ -15,7 +15,7 @@ from tests.unit.extensions.vllm_tier.tiering import OURS, chunk_keys, engine_con
 KINDS = ["store", "find", "find", "step", "reset", "leave", "gone", "kill"]
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.integers(0, 5), st.integers(1, 10)),
-    min_size=20,
+    min_size=40,
     max_size=60,
 )
 

@@ -25,14 +25,23 @@ ROOT = Path(__file__).parents[4]
 
 def of_the_page() -> dict[str, Any]:
     """The entry that the page gives, without its server."""
-    page = (ROOT / "kvtier/extensions/vllm_tier/README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"<!-- entry -->\n```bash\n(.*?)```", page, re.DOTALL)
+    (block,) = re.findall(r"<!-- entry -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
     extra = json.loads(shlex.split(block)[-1])["kv_connector_extra_config"]
     (entry,) = extra["secondary_tiers"]
     assert extra["spec_name"] == SPEC and entry.pop("server").startswith("unix://")
     return dict(entry)
 
 
+def counted(tier: Any) -> dict[str, int]:
+    """Chunks by their outcomes, which the page names, since the last time."""
+    found = tier.get_stats()
+    told = {} if found is None else dict(found.reduce())
+    names = {f"{COUNTER}:('{one}',)": one for one in re.findall(r"`(\w+)`", OUTCOMES)}
+    return {names[name]: count for name, count in told.items()}
+
+
+PAGE = (ROOT / "kvtier/extensions/vllm_tier/README.md").read_text(encoding="utf-8")
+((COUNTER, OUTCOMES),) = re.findall(r"`(kvtier_\w+)_total` counts by `outcome`:([^.]+)\.", PAGE)
 SPEC = "TieringOffloadingSpec"
 OURS = of_the_page()
 PATIENT = {"server_timeout_ms": 5000, "load_timeout_ms": 30000}
