@@ -19,7 +19,6 @@ The answer to a signed request is signed. A token that is made of it is good for
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import difflib
 import hashlib
@@ -47,7 +46,7 @@ from kvtier.core.errors import KVTierError
 from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
-from kvtier.server.extension import in_turns
+from kvtier.server.extension import in_turns, running
 from kvtier.server.listening.strangers import LogLimit
 from kvtier.server.server import Server
 from kvtier.server.session import owners_session
@@ -107,19 +106,15 @@ async def beside(
     )
     await runner.setup()
     assert runner.server is not None
-    accepting = server.loop.create_task(places.accept(port.socket, runner.server))
-    keeping = server.loop.create_task(history.keeping())
     logger.info(
         "admin interface at %s%s",
         port.url,
         "" if token else "; no token, so without lookup and clear",
     )
     try:
-        yield
+        async with running(places.accept(port.socket, runner.server), history.keeping()):
+            yield
     finally:
-        accepting.cancel()
-        keeping.cancel()
-        await asyncio.gather(accepting, keeping, return_exceptions=True)
         port.socket.close()
         await runner.cleanup()
 

@@ -29,7 +29,7 @@ from kvtier.core.errors import ConfigError, KVTierError, TierError
 from kvtier.core.extras import how
 from kvtier.core.processes import environment
 from kvtier.core.secret_files import read_secret
-from kvtier.server.extension import noticing_recovery, server_extensions
+from kvtier.server.extension import noticing_recovery, running, server_extensions
 from kvtier.server.listening.listeners import (
     Listener,
     Notifier,
@@ -124,16 +124,11 @@ async def _beside(
             f"{name} cannot be reached: its chunks are misses until it can; the log says more"
         )
         logger.warning("%s", why)
-    looking = [server.loop.create_task(_look_again(started, server, name)) for name in away]
-    looking.append(server.loop.create_task(noticing_recovery(server)))
-    try:
-        async with AsyncExitStack() as stack:
-            for surface in surfaces:
-                await stack.enter_async_context(surface(server))
-            yield
-    finally:
-        for task in looking:
-            task.cancel()
+    looks = (_look_again(started, server, name) for name in away)
+    async with running(noticing_recovery(server), *looks), AsyncExitStack() as stack:
+        for surface in surfaces:
+            await stack.enter_async_context(surface(server))
+        yield
 
 
 async def _look_again(started: Started, server: Server, name: str) -> None:
@@ -214,12 +209,8 @@ async def _surface_later(
     make: Callable[[], Beside], why: str, server: Server
 ) -> AsyncIterator[None]:
     server.trouble["admin"] = f"no admin interface: {why}"
-    trying = server.loop.create_task(_try_surface(make, server))
-    try:
+    async with running(_try_surface(make, server)):
         yield
-    finally:
-        trying.cancel()
-        await asyncio.gather(trying, return_exceptions=True)
 
 
 async def _try_surface(make: Callable[[], Beside], server: Server) -> None:

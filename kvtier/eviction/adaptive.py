@@ -22,7 +22,6 @@ from kvtier.eviction.kept import KEEP_PART
 from kvtier.eviction.order import LRU, PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import Segments
-from kvtier.eviction.sessions import SessionPrompt
 from kvtier.eviction.shadows import Shadows
 
 _EARLY_PART = 0.25
@@ -142,13 +141,15 @@ class Adaptive:
         self.places.append((live, Shadows(live.room, self.compute)))
         return live
 
-    def following(self, prompt: SessionPrompt, lock: AbstractContextManager[object]) -> Steps[None]:
+    def following(
+        self, run: Sequence[ChunkKey], session: int, lock: AbstractContextManager[object]
+    ) -> Steps[None]:
         """Let each place take the setting that its shadows find best with this prompt. In pieces,
         without the lock, which is taken for short when a setting changes."""
         for live, shadows in self.places:
             if shadows.room != live.room:
                 shadows.resize(live.room)
-            yield from shadows.seeing(prompt)
+            yield from shadows.seeing(run, session)
             setting = shadows.settings[shadows.now]
             if setting != live.setting:
                 with lock:

@@ -32,11 +32,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class SessionPrompt(NamedTuple):
-    run: Sequence[ChunkKey]
-    session: int
-
-
 class _Last(NamedTuple):
     chunks: int
     end: ChunkKey

@@ -16,7 +16,6 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import SETTINGS, Segments, Setting
-from kvtier.eviction.sessions import SessionPrompt
 
 _MOST_ROOM_CHUNKS, _LEAST_ROOM_CHUNKS = 12_288, 8
 """Chunks in a shadow. A larger place is followed in part."""
@@ -104,11 +103,11 @@ class Shadows:
         for old, new in zip(before, self._shadows, strict=False):
             new.hits, new.saved, new.score = old.hits, old.saved, old.score
 
-    def seeing(self, prompt: SessionPrompt) -> Steps[None]:
+    def seeing(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
         """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
-        run, passed = prompt.run, 0
+        passed = 0
         # A multiple of the golden ratio is evenly distributed, and always the same for one session.
-        if self.part == 1 or prompt.session * 0.6180339887498949 % 1.0 < self.part:
+        if self.part == 1 or session * 0.6180339887498949 % 1.0 < self.part:
             for each in self._shadows:
                 hits = yield from each.serving(run)
                 saved = self._compute.of(hits)

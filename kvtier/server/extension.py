@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,18 @@ def _ask(tier: Tier, done: Callable[[], object]) -> None:
                 break
     finally:
         done()
+
+
+@asynccontextmanager
+async def running(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Tasks of these works, which end with the context."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def in_turns(steps: Steps[T]) -> T:

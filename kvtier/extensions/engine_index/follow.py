@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -24,7 +24,7 @@ from kvtier.config.values import Stream, parse_streams
 from kvtier.extensions import zmtp
 from kvtier.extensions.engine_index.kv_event_pieces import decoding
 from kvtier.extensions.engine_index.picture import Picture, PromptBlocks
-from kvtier.server.extension import ServerExtension, in_turns
+from kvtier.server.extension import ServerExtension, in_turns, running
 from kvtier.server.listening.strangers import LogLimit
 from kvtier.server.server import Server
 
@@ -265,17 +265,9 @@ class FollowedEngines(EngineIndex, ServerExtension):
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._engines = [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
 
-    @asynccontextmanager
-    async def beside(self, server: Server) -> AsyncIterator[None]:
+    def beside(self, server: Server) -> AbstractAsyncContextManager[None]:
         """``server.trouble`` is told, by subject, which engines cannot be followed."""
-        followers = [_Follower(engine, server.trouble) for engine in self._engines]
-        tasks = [asyncio.create_task(follower.run()) for follower in followers]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return running(*(_Follower(engine, server.trouble).run() for engine in self._engines))
 
     def status(self) -> list[EngineStatus]:
         return [

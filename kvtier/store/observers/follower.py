@@ -17,7 +17,7 @@ from kvtier.core.lookup import Asker
 from kvtier.core.steps import Steps, pieces
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
-from kvtier.eviction.sessions import SessionPrompt, Sessions
+from kvtier.eviction.sessions import Sessions
 from kvtier.eviction.what_if import Curve, Point
 from kvtier.store.directory import Directory
 from kvtier.store.observer import Observer
@@ -172,7 +172,7 @@ class Follower(Observer):
     def _following(self, item: _Item) -> Steps[None]:
         session = yield from self._sessions.seeing(item.run, item.session)
         if self.adaptive is not None:
-            yield from self.adaptive.following(SessionPrompt(item.run, session), self._lock)
+            yield from self.adaptive.following(item.run, session, self._lock)
         yield from self._what_if(item, session)
 
     def _what_if(self, item: _Item, session: int) -> Steps[None]:

@@ -14,7 +14,7 @@ from kvtier.core.steps import PIECE_CHUNKS, whole
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import LRU_SETTING, Segments, Setting
-from kvtier.eviction.sessions import SessionPrompt, Sessions
+from kvtier.eviction.sessions import Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -60,8 +60,7 @@ class Lock:
 def follow(one, requests, lock):
     sessions = Sessions(10_000)
     for request in requests:
-        prompt = SessionPrompt(request.run, sessions.seen(request.run))
-        for _ in one.following(prompt, lock):
+        for _ in one.following(request.run, sessions.seen(request.run), lock):
             assert not lock.held, "no pause with the lock"
 
 
@@ -151,7 +150,7 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all():
         for number in draw.sample(sorted(turns), len(turns)):
             turns[number] = LAYOUT.keys([number, 1, *[2] * len(turns[number])])
             before = shadows.asked
-            whole(shadows.seeing(SessionPrompt(turns[number], sessions.seen(turns[number]))))
+            whole(shadows.seeing(turns[number], sessions.seen(turns[number])))
             followed[number] += shadows.asked > before
     assert set(followed.values()) == {0, 4}
     assert 30 <= sum(count == 4 for count in followed.values()) <= 50
@@ -160,7 +159,7 @@ def test_a_session_is_followed_with_all_its_turns_or_not_at_all():
 def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison():
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     for _, run, *_ in scans_and_a_loop(100):
-        whole(shadows.seeing(SessionPrompt(run, sessions.seen(run))))
+        whole(shadows.seeing(run, sessions.seen(run)))
     assert shadows.hits()["lru"] == 0 and shadows.now != 0
 
 
@@ -208,9 +207,9 @@ def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below():
     adaptive(8)
     ended, other = run_of(*"abcd"), run_of(*"wxyz")
     for session, run in enumerate((ended, other)):
-        whole(adaptive.following(SessionPrompt(run, session), Lock()))
+        whole(adaptive.following(run, session, Lock()))
     whole(adaptive.over(ended[2:]))
-    whole(adaptive.following(SessionPrompt(run_of(1, 2), 2), Lock()))
+    whole(adaptive.following(run_of(1, 2), 2, Lock()))
     (_, shadows) = adaptive.places[1]
     for each in shadows._shadows:
         assert [key in each for key in (*ended, *other)] == [True, True, False, False] + [True] * 4
