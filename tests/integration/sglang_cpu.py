@@ -13,6 +13,7 @@ import threading
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 
 class _Anything(type):
@@ -94,25 +95,6 @@ PLUGIN = {
 }
 
 
-class _Event:
-    def record(self, *_):
-        pass
-
-    def query(self):
-        return True
-
-    def synchronize(self):
-        pass
-
-    def wait(self, *_):
-        pass
-
-
-class _Copies:
-    def __init__(self, io_backend):
-        pass
-
-
 class _Device:
     device = torch.device("cpu")
     layer_num = LAYERS
@@ -135,25 +117,13 @@ class _Allocator:
 
 
 def parallel(rank: int = 0, size: int = 1) -> types.SimpleNamespace:
-    return types.SimpleNamespace(
-        attn_dcp_size=1,
-        attn_dcp_rank=0,
-        tp_rank=rank,
-        tp_size=size,
-        pp_rank=0,
-        pp_size=1,
-        attn_tp_rank=rank,
-        attn_tp_size=size,
-        attn_dp_rank=0,
-    )
+    ranks = {"tp": (rank, size), "attn_tp": (rank, size), "pp": (0, 1), "attn_dcp": (0, 1)}
+    told = {f"{of}_rank": one for of, (one, _) in ranks.items()}
+    told |= {f"{of}_size": one for of, (_, one) in ranks.items()}
+    return types.SimpleNamespace(attn_dp_rank=0, **told)
 
 
-cc.device_module = types.SimpleNamespace(
-    Event=lambda *_, **__: _Event(),
-    current_stream=lambda: types.SimpleNamespace(wait_event=lambda _: None),
-    Stream=lambda *_, **__: None,
-)
-cc.L2TransferEngine = _Copies
+cc.device_module, cc.L2TransferEngine = Mock(), Mock()
 cc.is_dp_attention_enabled = lambda: False
 cc.get_parallel = parallel
 

@@ -17,9 +17,9 @@ import psutil
 import torch
 
 from kvtier.connectors.vllm.identity import (
-    DIGESTS,
     FROM_FOLDER,
     Walk,
+    files_digest,
     local,
     start_word,
     variables,
@@ -29,14 +29,12 @@ from kvtier.connectors.vllm.naming.digests import DigestError, content_files, ha
 from kvtier.connectors.vllm.naming.fields import FAMILIES, OF_OTHERS
 from kvtier.connectors.vllm.worker_side.loaded import hardware
 
-_DIGEST_WAIT_S = 120.0
 _PACKAGES = ("sglang", "torch", "transformers", "triton", "sglang-kernel", "flashinfer-python")
 _PLACES = {
     "model_path": "revision",
     "speculative_draft_model_path": "speculative_draft_model_revision",
-    **dict.fromkeys(
-        ["uno_lora_path", "quantization_param_path", "speculative_token_map", "kt_weight_path"], ""
-    ),
+    **dict.fromkeys(("uno_lora_path", "quantization_param_path"), ""),
+    **dict.fromkeys(("speculative_token_map", "kt_weight_path"), ""),
 }
 """Arguments that name a folder or file whose content decides, and their revisions'."""
 _VARIABLES = re.compile("SGLANG_|SGL_|" + FAMILIES.pattern)
@@ -82,13 +80,12 @@ def identity(arguments: Mapping[str, Any], changed: str = "") -> dict[str, Any]:
     time. ``arguments``: SGLang's. ``changed``: why the weights are not those of the files."""
     walk, whys = Walk(), [changed] if changed else []
     told = {name: value for name, value in arguments.items() if name not in DOES_NOT}
-    files = _digests(arguments, whys)
     found: dict[str, Any] = {
         "arguments": {name: walk.plain(value, f"--{name}") for name, value in told.items()},
         "software": versions(_PACKAGES),
         "device": hardware("cuda" if torch.cuda.is_available() else "cpu"),
         "environment": variables(_VARIABLES, _VARIABLES_DO_NOT),
-        "files": files,
+        "files": _digests(arguments, whys),
     }
     whys += walk.unnamed
     return found | {"start": start_word(whys[0])} if whys else found
@@ -104,10 +101,8 @@ def _digests(arguments: Mapping[str, Any], whys: list[str]) -> dict[str, str]:
     for name, path, revision in _named(arguments):
         try:
             found[name] = _digest(path, revision, is_model=name == "model_path")
-        except (DigestError, OSError) as error:
-            whys.append(str(error))
-        except LateError:
-            whys.append(f"the files of {path} were not read within {_DIGEST_WAIT_S:.0f} s")
+        except (DigestError, OSError, LateError) as error:
+            whys.append(str(error) or f"{path} was not read in time")
     if arguments.get("trust_remote_code") and not whys:
         place = local(str(arguments["model_path"]), arguments.get("revision"))
         assert place is not None
@@ -138,7 +133,7 @@ def _digest(path: str, revision: str | None, *, is_model: bool) -> str:
     for file in files:
         if os.stat(file).st_ctime > _started():
             raise DigestError(f"{file} has changed since the engine started")
-    return DIGESTS.begin(files, place).result(_DIGEST_WAIT_S)
+    return files_digest(files)
 
 
 def _started() -> float:

@@ -28,7 +28,7 @@ from kvtier.core.lanes import Lane, future_of
 from kvtier.extensions.cache_server import CacheServer, connect, safely, settings, tenant
 from kvtier.extensions.sglang.engine_identity import identity
 from kvtier.extensions.sglang.moves import FlatPages, Pieces, Transfer
-from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
+from kvtier.extensions.sglang.pages import Form, PoolPages, head_groups, legal_ends
 from kvtier.server.listening.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.sglang")
@@ -66,10 +66,7 @@ class StoredPool:
         assert self.pages is not None
         if self.pages.form == "flat":
             return FlatPages(self.pool, indices[:: self.pages.page_tokens].tolist())
-        if self.pages.form == "heads":
-            found = self.pool.get_split_heads_page_buffer_meta(indices, self.pages.groups)
-        else:
-            found = self.pool.get_page_buffer_meta(indices)
+        found = _pieces(self.pool, indices, self.pages.groups if self.pages.form == "heads" else 0)
         pieces, count = list(zip(*found, strict=True)), len(self.pages.sizes)
         return Pieces([pieces[at : at + count] for at in range(0, len(pieces), count)])
 
@@ -249,8 +246,8 @@ class HiCachePages(HiCacheStorage):
         held = self._bounded("save" if saves else "load", move, nothing, until - begun)
         transfer.end()
         pages = stored.pages.whole(held if saves else transfer.taken)
-        moved, words = sum(pages), ("stored", "not_stored") if saves else ("loaded", "not_loaded")
-        self._count(**dict(zip(words, (moved, len(pages) - moved), strict=True)))
+        moved, outcome = sum(pages), "stored" if saves else "loaded"
+        self._count(**{outcome: moved, f"not_{outcome}": len(pages) - moved})
         if name == "kv" and moved and self._stats is not None:
             kind, seconds = "backup" if saves else "prefetch", time.monotonic() - begun
             size = moved * sum(stored.pages.sizes) * stored.pages.groups
@@ -341,15 +338,20 @@ def _pages_of(pool: Any, name: str, ranks: Any) -> PoolPages | None:
     """The pool's pages. None: it has no bytes. Raises ConfigError where heads cannot be divided."""
     tokens, layout = getattr(pool, "page_size", 1) or 1, str(getattr(pool, "layout", ""))
     common = name, layout, str(getattr(pool, "dtype", "")), tokens
-    zeros = torch.zeros(tokens, dtype=torch.int64)
+    groups, first = head_groups(ranks, layout, name, getattr(pool, "head_num", 0))
     try:
-        found = pool.get_page_buffer_meta(zeros)
+        found = _pieces(pool, torch.zeros(tokens, dtype=torch.int64), groups)
     except (AssertionError, NotImplementedError, ValueError):  # not in this layout
         return PoolPages(*common, "flat", (pool.get_dummy_flat_data_page().nbytes,))
     if not found or not found[1]:
         return None
-    groups, first = head_groups(ranks, layout, name, getattr(pool, "head_num", 0))
+    sizes, count = tuple(found[1]), max(1, groups)
+    form: Form = "heads" if groups else "pieces"
+    return PoolPages(*common, form, sizes[: len(sizes) // count], count, first)
+
+
+def _pieces(pool: Any, indices: Any, groups: int) -> Any:
+    """Addresses and sizes, page by page, of each its ``groups`` of heads one after another."""
     if groups:
-        sizes = pool.get_split_heads_page_buffer_meta(zeros, groups)[1]
-        return PoolPages(*common, "heads", tuple(sizes[: len(sizes) // groups]), groups, first)
-    return PoolPages(*common, "pieces", tuple(found[1]))
+        return pool.get_split_heads_page_buffer_meta(indices, groups)
+    return pool.get_page_buffer_meta(indices)

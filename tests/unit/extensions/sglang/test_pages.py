@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import make_dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,27 +14,14 @@ from kvtier.extensions.sglang.engine_identity import DOES_NOT, identity
 from kvtier.extensions.sglang.moves import Pieces, Transfer
 from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
 
+HiCacheRanks = make_dataclass(
+    "HiCacheRanks",
+    [f"{of}_{what}" for of in ("tp", "pp", "attn_cp", "dcp") for what in ("rank", "size")]
+    + ["is_mla_model", "tp_lcm_size"],
+)
 ENGINE = {"arguments": {"tp_size": 2, "dtype": "auto"}, "files": {"model_path": "ab"}}
 PAGES = PoolPages("kv", "page_first", "torch.bfloat16", 64, "pieces", (512, 512))
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Of SGLang's HiCacheStorageConfig."""
-
-    tp_rank: int = 0
-    tp_size: int = 2
-    pp_rank: int = 0
-    pp_size: int = 1
-    attn_cp_rank: int = 0
-    attn_cp_size: int = 1
-    dcp_rank: int = 0
-    dcp_size: int = 1
-    is_mla_model: bool = False
-    tp_lcm_size: int | None = None
-
-
-RANKS = Ranks()
+RANKS = HiCacheRanks(0, 2, 0, 1, 0, 1, 0, 1, is_mla_model=False, tp_lcm_size=None)
 
 
 def own(pages=PAGES, ranks=RANKS, engine=ENGINE, classes=("MHATokenToKVPoolHost",)):
