@@ -17,9 +17,8 @@ from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.probe.gpus import probe_gpus
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_model
-from kvtier.cli.checks.configuration import check_model, check_secrets, planned
+from kvtier.cli.checks import configuration
 from kvtier.cli.checks.engine import check_command, check_engine
-from kvtier.cli.checks.tiers import check_left_behind, check_ram, check_server, check_tier
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.cli.sglang_command import is_sglang
 from kvtier.config.keys import Config
@@ -190,27 +189,29 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding("model", "fail", str(error), "give a model folder or its config.json")
     if config.engine.auto:
-        config, finding = planned(config, model, server=arguments.no_engine)
+        config, finding = configuration.planned(config, model, server=arguments.no_engine)
         yield finding
     started = Started(config)
     yield from guarded("host", partial(check_host, started))
     alone = arguments.no_engine
-    yield from guarded("left behind", lambda: [check_left_behind(config, server=alone)])
+    yield from guarded(
+        "left behind", lambda: [configuration.check_left_behind(config, server=alone)]
+    )
     if not arguments.no_engine:
         if not is_sglang([word for word in arguments.command if word != "--"]):
             yield from guarded("vllm", check_engine)
         yield from guarded("command", partial(check_command, arguments.command))
     if model.kv_bytes_per_token.value:
-        yield check_model(started, model)
+        yield configuration.check_model(started, model)
     yield from tiers(started)
 
 
 def tiers(started: Started) -> Iterator[Finding]:
-    yield from guarded("token", partial(check_secrets, started))
-    yield from guarded("self-test ram", lambda: [check_ram()])
+    yield from guarded("token", partial(configuration.check_secrets, started))
+    yield from guarded("self-test ram", lambda: [configuration.check_ram()])
     for tier, own in started.tiers:
-        yield from guarded(tier.name, partial(check_tier, started, tier, own))
-    yield from guarded("server", partial(check_server, started))
+        yield from guarded(tier.name, partial(configuration.check_tier, started, tier, own))
+    yield from guarded("server", partial(configuration.check_server, started))
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

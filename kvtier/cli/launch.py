@@ -121,7 +121,7 @@ def become(final: list[str], env: Mapping[str, str], tier: str, listen: Sequence
     """Start this host's server where there is one to start, at ``tier`` or ``listen``. Then be the
     engine."""
     if tier:
-        ranks.start_at([tier], env, str(Path(tier.removeprefix("unix://")).parent))
+        ranks.start_at([tier], env, temporary=True)
     if listen:
         print(f"kvtier: {ranks.start_here(listen, env)}", file=sys.stderr, flush=True)
     try:

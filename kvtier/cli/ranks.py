@@ -53,7 +53,7 @@ def start(env: Mapping[str, str]) -> str:
     """Start a server and its supervisor, which end with this process. Returns its address when
     engines can connect. Raises ConfigError when the server does not start."""
     address = new_address()
-    start_at([address], env, str(Path(address.removeprefix("unix://")).parent))
+    start_at([address], env, temporary=True)
     return address
 
 
@@ -63,9 +63,11 @@ def new_address() -> str:
     return f"unix://{folder}/kvtier.sock"
 
 
-def start_at(listen: Sequence[str], env: Mapping[str, str], folder: str = "") -> None:
-    """:func:`start` at these addresses, first a socket. ``folder`` is removed at the end."""
+def start_at(listen: Sequence[str], env: Mapping[str, str], *, temporary: bool = False) -> None:
+    """:func:`start` at these addresses, first a socket, whose ``temporary`` folder is removed at
+    the end."""
     path = listen[0].removeprefix("unix://")
+    folder = str(Path(path).parent) if temporary else ""
     supervisor = processes.start(
         processes.python(sys.executable, "-m", __name__, str(os.getpid()), folder, *listen),
         env,

@@ -153,11 +153,8 @@ class Curve:
             return []
         return [
             Point(scale, sum(hits) / asked, self._error(hits))
-            for scale, hits in zip(SCALES, self._by_scale(), strict=True)
+            for scale, hits in zip(SCALES, zip(*self._hits, strict=True), strict=True)
         ]
-
-    def _by_scale(self) -> list[list[int]]:
-        return [list(hits) for hits in zip(*self._hits, strict=True)]
 
     def _error(self, hits: Sequence[int]) -> float:
         """Of the mean of the groups of sessions."""

@@ -1,19 +1,31 @@
-"""Auto-config, the model and secrets, before any place for chunks is tried."""
+"""Auto-config, the model and secrets, then trials of every configured place for chunks
+between two processes, with deadlines and no lasting change."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 
+from kvtier import selftest
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import Model, Serving
 from kvtier.autoconfig.plan import LONG_CONTEXT_TOKENS, make_plan
 from kvtier.autoconfig.start import probe_host
+from kvtier.client.client import Client
+from kvtier.client.connect import Address
 from kvtier.config.keys import Config
 from kvtier.config.load import encryption_key, filled
+from kvtier.core.chunk import ChunkLayout, fingerprint
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.fact import known
 from kvtier.core.terminal import size_text
 from kvtier.started import Started
-from kvtier.tiers.seam import Finding, refused
+from kvtier.store.reports.zero_hits import ZeroHits, totals
+from kvtier.tiers.nvme.disks import left_behind, probe_disks
+from kvtier.tiers.registry import RegisteredTier
+from kvtier.tiers.seam import Finding, TierSection, refused
 
 
 def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:
@@ -82,3 +94,94 @@ def check_secrets(started: Started) -> Iterator[Finding]:
 def no_key(started: Started) -> str:
     """Why chunks that must be encrypted cannot be. "" when they can, or need not be."""
     return refused(lambda: started.encryption_key)
+
+
+def check_ram() -> Finding:
+    """Reach the slots as a worker does."""
+    return Finding.of(
+        "self-test ram",
+        selftest.try_ram(),
+        "slots filled here, mapped and compared by a second process",
+        (
+            "workers map the pool through /proc/PID/fd: same user, /proc mounted without hidepid, "
+            "memfd_create allowed"
+        ),
+    )
+
+
+def check_left_behind(config: Config, *, server: bool) -> Finding:
+    """Disk space that nobody uses: engines' where this is a ``server`` or an engine of one,
+    servers' for an engine by itself, and both without a disk tier."""
+    kinds = {False} if server or config.server.here else {True}
+    if config.nvme.path is None and not config.server.here:
+        kinds = {False, True}
+    places = probe_disks([str(folder) for folder in config.nvme.folders()])
+    left = [
+        each for disk in places for kind in kinds for each in left_behind(disk.path, servers=kind)
+    ]
+    if not left:
+        return Finding("left behind", "ok", "no folder of an engine or server that is gone")
+    return Finding("left behind", "warn", "; ".join(left), "clear what is needed no more")
+
+
+def check_tier(started: Started, tier: RegisteredTier, own: TierSection) -> Iterator[Finding]:
+    tried = None if no_key(started) else partial(selftest.try_tier, started.config, tier)
+    yield from tier.findings(own, tried)
+
+
+_FEW_HITS_PART = 0.01
+"""Part of the asked chunks that counts as no hits, because the self-test's chunks are hits too."""
+
+
+def check_server(started: Started) -> Iterator[Finding]:
+    """Each server is there, lets us in, and gives back what it took, between two clients."""
+    for address in started.config.server.addresses:
+        yield from _check_one(started, address)
+
+
+def _check_one(started: Started, address: str) -> Iterator[Finding]:
+    try:
+        sizes = started.sizes_of(address)
+    except (TierError, ConfigError) as error:
+        do = "give both ends the same kvtier, token and TLS files"
+        if isinstance(error, TierError):
+            do = f"start it there: kvtier serve --listen {address}; same user, same host"
+        yield Finding("server", "fail", str(error), do)
+        return
+    yield Finding("server", "ok", f"{address} lets us in")
+    if not sizes:
+        seen = (
+            "not tried: it has no chunks yet, and each chunk size that it is asked for takes "
+            "its part of the room"
+        )
+        yield Finding(
+            "self-test server", "warn", seen, "run doctor again when an engine is attached"
+        )
+        return
+    if Address.parse(address).path:
+        yield check_hits(started, address, min(sizes))
+    wrong = selftest.try_server(started.config, address, min(sizes))
+    yield Finding.of(
+        "self-test server",
+        wrong,
+        f"chunks of {size_text(min(sizes))} from one client were loaded and compared by another",
+        "look at the server's log; 'kvtier serve' and engines must be of one version",
+    )
+
+
+def check_hits(started: Started, address: str, slot_bytes: int) -> Finding:
+    unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (slot_bytes,))
+    way_in = started.access(address, unused, in_namespace=False)
+    with closing(Client(way_in)) as client:
+        stats = client.stats()
+        room = f"RAM holds {client.pool.slots:,} chunks" if client.pool else ""
+        zero = ZeroHits(room, seconds=0.0)
+    asked, hits, saved, reasons = totals(stats)
+    if hits < asked * _FEW_HITS_PART and zero.counted(asked - hits, 0, saved, reasons):
+        return Finding("hits", "warn", zero.verdict, "'kvtier top' shows whether a change helps")
+    part = (
+        f"{hits / asked:.1%} of {asked:,} chunks asked for were hits"
+        if asked
+        else "no chunk was asked for yet"
+    )
+    return Finding("hits", "ok", f"{part} since the server's start")
