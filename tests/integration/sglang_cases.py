@@ -383,29 +383,26 @@ def test_two_pools_attach_at_once_to_a_fresh_server():
 # ---- tensor-parallel sizes -----------------------------------------------------------------------
 
 
-def test_head_groups_go_from_one_rank_to_two_and_back(server):
-    extra = {"tp_lcm_size": 4}
-    one, first, second = cpu.mha("page_head"), *(cpu.mha("page_head", heads=2) for _ in range(2))
+@pytest.mark.parametrize("size", [2, 4])
+def test_head_groups_go_from_one_rank_to_several_and_back(server, size):
+    extra, one, back = {"tp_lcm_size": 4}, cpu.mha("page_head"), cpu.mha("page_head")
+    parts = [cpu.mha("page_head", heads=cpu.HEADS // size) for _ in range(size)]
     cpu.scramble(one)
     with told(tp_size=1):
-        tokens = saved(one, server, 6, extra=extra)
-    halves = []
-    for rank, half in enumerate((first, second)):
-        with told(tp_size=2), running(half, server, extra=extra, tp=(rank, 2)) as reader:
-            found, read, indices = cpu.prefetch(reader, tokens)
-            assert (found, read) == (6, 6)
-            halves.append(half.kv_buffer[:, int(indices[0]) // 64 : int(indices[-1]) // 64 + 1])
-    whole = one.kv_buffer[:, :6]  # K and V, page, head, ...
-    assert torch.equal(torch.cat(halves, dim=2).view(torch.int16), whole.view(torch.int16))
-    tokens, back = prompt(6), cpu.mha("page_head")
-    for rank, half in enumerate((first, second)):
-        half.clear()
-        cpu.scramble(half, rank)
-        with told(tp_size=2), running(half, server, extra=extra, tp=(rank, 2)) as writer:
-            assert cpu.backup(writer, tokens, half.alloc(len(tokens))) == 6
+        tokens, others = saved(one, server, 6, extra=extra), prompt(6)
+    for number, part in enumerate(parts):
+        with told(tp_size=size), running(part, server, extra=extra, tp=(number, size)) as each:
+            found, read, indices = cpu.prefetch(each, tokens)
+            assert (found, read) == (6, 6) and indices[0] == 0
+            heads = slice(number * cpu.HEADS // size, (number + 1) * cpu.HEADS // size)
+            same = one.kv_buffer[:, :6, heads]  # K and V, page, head, ...
+            assert torch.equal(part.kv_buffer[:, :6].view(torch.int16), same.view(torch.int16))
+            part.clear()
+            cpu.scramble(part, number)
+            assert cpu.backup(each, others, part.alloc(len(others))) == 6
     with told(tp_size=1), running(back, server, extra=extra) as reader:
-        assert cpu.prefetch(reader, tokens)[:2] == (6, 6)
-    whole = torch.cat([first.kv_buffer[:, :6], second.kv_buffer[:, :6]], dim=2)
+        assert cpu.prefetch(reader, others)[:2] == (6, 6)
+    whole = torch.cat([part.kv_buffer[:, :6] for part in parts], dim=2)
     assert torch.equal(back.kv_buffer[:, :6].view(torch.int16), whole.view(torch.int16))
     with pytest.raises((ConfigError, ValueError), match="3 KV heads"):
         cpu.controller(cpu.mha("page_head", heads=3), "dynamic", settings(server, tp_lcm_size=2))

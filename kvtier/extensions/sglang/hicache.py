@@ -27,7 +27,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Lane, future_of
 from kvtier.extensions.cache_server import CacheServer, connect, safely, settings, tenant
 from kvtier.extensions.sglang.engine_identity import identity
-from kvtier.extensions.sglang.moves import FlatPages, Pieces, Transfer
+from kvtier.extensions.sglang.moves import Piece, Transfer
 from kvtier.extensions.sglang.pages import Form, PoolPages, head_groups, legal_ends
 from kvtier.server.listening.strangers import LogLimit
 
@@ -44,10 +44,10 @@ _THREADS = {"find": 2, "load": 1, "save": 1, "open": 2}
 
 
 class StoredPool:
-    """A host pool of SGLang with its chunks at the server. Without ``server`` all is a miss.
-    ``pages`` is None for a pool without bytes, on which only other pools' pages hang."""
+    """A host pool of SGLang with its chunks at the server. Without ``server`` all is a miss. A pool
+    without bytes, on which only other pools' pages hang, has no ``pages.sizes``."""
 
-    def __init__(self, pool: Any, pages: PoolPages | None) -> None:
+    def __init__(self, pool: Any, pages: PoolPages) -> None:
         self.pool, self.pages, self.own = pool, pages, b""
         self.opening: Future[CacheServer | None] | None = None
 
@@ -58,17 +58,23 @@ class StoredPool:
         return opening.result() if opening is not None and opening.done() else None
 
     def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
-        assert self.pages is not None
         return self.pages.keys(self.own, hashes)
 
-    def copies(self, indices: Any) -> Pieces | FlatPages:
-        """The pages that begin at every ``page_tokens``-th index."""
-        assert self.pages is not None
+    def pieces(self, indices: Any, flat: Sequence[Any]) -> list[list[Piece]]:
+        """Of the chunks of the pages that begin at every ``page_tokens``-th index."""
         if self.pages.form == "flat":
-            return FlatPages(self.pool, indices[:: self.pages.page_tokens].tolist())
-        found = _pieces(self.pool, indices, self.pages.groups if self.pages.form == "heads" else 0)
-        pieces, count = list(zip(*found, strict=True)), len(self.pages.sizes)
-        return Pieces([pieces[at : at + count] for at in range(0, len(pieces), count)])
+            return [[(page.data_ptr(), page.nbytes)] for page in flat]
+        split = self.pages.groups if self.pages.form == "heads" else 0
+        pieces = list(zip(*_pieces(self.pool, indices, split), strict=True))
+        count = len(self.pages.sizes)
+        return [pieces[at : at + count] for at in range(0, len(pieces), count)]
+
+    def flat(self, indices: Any, *, saves: bool) -> list[Any]:
+        """Tensors of the pages, where they have no pieces in the pool to point at."""
+        firsts = indices[:: self.pages.page_tokens].tolist() if self.pages.form == "flat" else ()
+        if saves:
+            return [self.pool.get_data_page(one, flat=True).contiguous() for one in firsts]
+        return [self.pool.get_dummy_flat_data_page() for _ in firsts]
 
 
 class HiCachePages(HiCacheStorage):
@@ -107,7 +113,7 @@ class HiCachePages(HiCacheStorage):
             return
         pages = _pages_of(pool, name, self._ranks)
         stored = self._pools[name] = StoredPool(pool, pages)
-        if pages is None:
+        if not pages.sizes:
             return
         if name == "kv" and pages.page_tokens < _FEW_TOKENS:
             logger.warning(
@@ -144,7 +150,7 @@ class HiCachePages(HiCacheStorage):
         """The pool, once its server is there. None also after weights were replaced: pages of
         both are under way then, and none tells of which it is."""
         stored = self._pools.get(name)
-        if stored is None or (stored.server is None and stored.pages is not None):
+        if stored is None or (stored.server is None and stored.pages.sizes):
             return None
         if _updates() == self._updates:
             return stored
@@ -173,12 +179,11 @@ class HiCachePages(HiCacheStorage):
 
     def _found_by_all(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
         """The longest prefix of which each pool has what it needs, and the set of all such."""
-        stored, count = self._stored("kv"), 0
-        if stored is None or (stored.pages is None and not transfers):
+        stored = self._stored("kv")
+        if stored is None or not (stored.server or transfers):
             return PoolTransferResult.empty()
-        if stored.pages is None:
-            count = len(keys)
-        elif stored.server is not None:
+        count = len(keys)
+        if stored.server is not None:
             count = stored.server.find(stored.keys(keys)) // stored.pages.groups
         hits, ends = ({PoolName.KV: count} if count else {}), set(range(1, count + 1))
         for one in transfers:
@@ -192,7 +197,7 @@ class HiCachePages(HiCacheStorage):
 
     def _ends(self, transfer: Any, keys: Sequence[str]) -> set[int]:
         stored, policy = self._stored(transfer.name), transfer.hit_policy
-        if stored is None or stored.server is None or stored.pages is None:
+        if stored is None or stored.server is None:
             return set()
         # From the end where only the end counts: over TCP only so many gaps are looked behind.
         step = 1 if policy == "all_pages" else -1
@@ -227,24 +232,27 @@ class HiCachePages(HiCacheStorage):
     ) -> list[bool]:
         """Of each page, whether it is held (``saves``), or was read."""
         stored, begun = self._stored(name), time.monotonic()
-        if stored is None or stored.pages is None or stored.server is None or not hashes:
+        if stored is None or stored.server is None or not hashes:
             return [stored is not None] * len(hashes)
         if indices is None or len(indices) != len(hashes) * stored.pages.page_tokens:
             logger.warning("pool %s: %d pages, but not their indices", name, len(hashes))
             return [False] * len(hashes)
         server, keys, pool = stored.server, stored.keys(hashes), stored
-        transfer = Transfer(len(keys))
+        transfer, flat = Transfer(len(keys)), stored.flat(indices, saves=saves)
 
         def move() -> list[bool]:
-            transfer.copies = pool.copies(indices)
+            transfer.pieces = pool.pieces(indices, flat)
             if saves:
                 return server.save(keys, transfer.fill, until - _SPARE_S)
             server.load(keys, transfer.take, until - _SPARE_S)
             return transfer.taken
 
-        nothing = [False] * len(keys)
-        held = self._bounded("save" if saves else "load", move, nothing, until - begun)
+        lane, nothing = "save" if saves else "load", [False] * len(keys)
+        held = self._bounded(lane, move, nothing, until - begun)
         transfer.end()
+        for place, page in enumerate(() if saves else flat):
+            if transfer.taken[place]:
+                pool.pool.set_from_flat_data_page(indices[place * pool.pages.page_tokens], page)
         pages = stored.pages.whole(held if saves else transfer.taken)
         moved, outcome = sum(pages), "stored" if saves else "loaded"
         self._count(**{outcome: moved, f"not_{outcome}": len(pages) - moved})
@@ -323,8 +331,7 @@ def _metric() -> Any:
 
 
 def _close(opened: Future[CacheServer | None]) -> None:
-    server = opened.result()
-    if server is not None:
+    if server := opened.result():
         server.close()
 
 
@@ -334,8 +341,8 @@ def _updates() -> int:
     return sum("weight_version" in fields or "model_path" in fields for _, fields in log)
 
 
-def _pages_of(pool: Any, name: str, ranks: Any) -> PoolPages | None:
-    """The pool's pages. None: it has no bytes. Raises ConfigError where heads cannot be divided."""
+def _pages_of(pool: Any, name: str, ranks: Any) -> PoolPages:
+    """Raises ConfigError where heads cannot be divided."""
     tokens, layout = getattr(pool, "page_size", 1) or 1, str(getattr(pool, "layout", ""))
     common = name, layout, str(getattr(pool, "dtype", "")), tokens
     groups, first = head_groups(ranks, layout, name, getattr(pool, "head_num", 0))
@@ -343,9 +350,7 @@ def _pages_of(pool: Any, name: str, ranks: Any) -> PoolPages | None:
         found = _pieces(pool, torch.zeros(tokens, dtype=torch.int64), groups)
     except (AssertionError, NotImplementedError, ValueError):  # not in this layout
         return PoolPages(*common, "flat", (pool.get_dummy_flat_data_page().nbytes,))
-    if not found or not found[1]:
-        return None
-    sizes, count = tuple(found[1]), max(1, groups)
+    sizes, count = tuple(found[1]) if found else (), max(1, groups)
     form: Form = "heads" if groups else "pieces"
     return PoolPages(*common, form, sizes[: len(sizes) // count], count, first)
 

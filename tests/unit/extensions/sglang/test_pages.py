@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import make_dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as some
 
 from kvtier.core.errors import ConfigError
 from kvtier.extensions.sglang.engine_identity import DOES_NOT, identity
-from kvtier.extensions.sglang.moves import Pieces, Transfer
+from kvtier.extensions.sglang.moves import Transfer
 from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
 
 HiCacheRanks = make_dataclass(
@@ -28,22 +29,28 @@ def own(pages=PAGES, ranks=RANKS, engine=ENGINE, classes=("MHATokenToKVPoolHost"
     return pages.chunks(engine, ranks, classes).fingerprint
 
 
+OTHER_PAGES: dict[str, Any] = {
+    "pool": "indexer",
+    "layout": "page_first_direct",
+    "dtype": "torch.float16",
+}
+OTHER_PAGES |= {"page_tokens": 32, "form": "flat", "sizes": (256, 768)}
+OTHER_RANKS: dict[str, Any] = {
+    "tp_rank": 1,
+    "tp_size": 4,
+    "pp_rank": 1,
+    "attn_cp_rank": 1,
+    "dcp_rank": 1,
+}
+OTHER_ENGINES = {"files": {"model_path": "cd"}, "arguments": {"tp_size": 4, "dtype": "auto"}}
+
+
 @pytest.mark.parametrize(
     "other",
     [
-        {"pages": replace(PAGES, pool="indexer")},
-        {"pages": replace(PAGES, layout="page_first_direct")},
-        {"pages": replace(PAGES, dtype="torch.float16")},
-        {"pages": replace(PAGES, page_tokens=32)},
-        {"pages": replace(PAGES, form="flat")},
-        {"pages": replace(PAGES, sizes=(256, 768))},
-        {"ranks": replace(RANKS, tp_rank=1)},
-        {"ranks": replace(RANKS, tp_size=4)},
-        {"ranks": replace(RANKS, pp_rank=1)},
-        {"ranks": replace(RANKS, attn_cp_rank=1)},
-        {"ranks": replace(RANKS, dcp_rank=1)},
-        {"engine": {**ENGINE, "files": {"model_path": "cd"}}},
-        {"engine": {**ENGINE, "arguments": {"tp_size": 4, "dtype": "auto"}}},
+        *({"pages": replace(PAGES, **{name: value})} for name, value in OTHER_PAGES.items()),
+        *({"ranks": replace(RANKS, **{name: value})} for name, value in OTHER_RANKS.items()),
+        *({"engine": {**ENGINE, name: value}} for name, value in OTHER_ENGINES.items()),
     ],
 )
 def test_whatever_decides_bytes_is_in_the_fingerprint(other):
@@ -96,7 +103,7 @@ def test_a_transfer_copies_both_ways_and_nothing_once_it_has_ended():
     at = memory.ctypes.data
     slot = bytearray(b"x" * 256)
     transfer = Transfer(1)
-    transfer.copies = Pieces([[(at + 100, 50), (at, 30)]])
+    transfer.pieces = [[(at + 100, 50), (at, 30)]]
     assert transfer.fill(0, memoryview(slot))
     assert bytes(slot) == memory[100:150].tobytes() + memory[:30].tobytes() + bytes(176)
     memory[:] = 0
