@@ -102,7 +102,15 @@ def test_the_server_reads_its_file_and_variables(form, tmp_path, monkeypatch):
     (container,) = pod(there["DaemonSet", "kv-kvtier"])["containers"]
     env = {one["name"]: one.get("value", "redis://x") for one in container["env"]}
     config = load(str(file), env=env)
-    assert config.ram.bytes_ == 64 << 30 and config.nvme.path == "/var/lib/kvtier"
+    assert config.ram.bytes_ == 64 << 30
+    server, folders = pod(there["DaemonSet", "kv-kvtier"]), config.nvme.path.split(",")
+    disks = ["/var/lib/kvtier-one", "/var/lib/kvtier-two"] if form == "metrics" else []
+    assert folders == ["/var/lib/kvtier", *disks]
+    assert server["initContainers"][0]["command"][-len(folders) :] == folders
+    volumes = {volume["name"] for volume in server["volumes"]}
+    for one in (container, server["initContainers"][0]):
+        mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+        assert len({mounts[folder] for folder in folders} & volumes) == len(folders)
     assert not {name.removeprefix("KVTIER_") for name in env} & set(NO_KEYS)
     with_secrets = form == "metrics"
     assert (config.admin.address == "http://0.0.0.0:9588") == with_secrets
@@ -200,7 +208,14 @@ def test_a_misspelt_value_is_an_error(form):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"user": 0}, {"engine": {"args": []}}, {"server": {"nvmeFolder": "mnt"}}]
+    "wrong",
+    [
+        {"user": 0},
+        {"engine": {"args": []}},
+        {"server": {"nvmeFolder": "mnt"}},
+        {"server": {"disks": [{"name": "one"}]}},
+        {"server": {"disks": [{"name": "one", "folder": "/mnt", "volume": {}}]}},
+    ],
 )
 def test_a_value_of_the_wrong_kind_is_an_error(wrong):
     schema = json.loads((CHART / "values.schema.json").read_text())
