@@ -103,7 +103,7 @@ def test_the_server_reads_its_file_and_variables(form, tmp_path, monkeypatch):
     env = {one["name"]: one.get("value", "redis://x") for one in container["env"]}
     config = load(str(file), env=env)
     assert config.ram.bytes_ == 64 << 30
-    server, folders = pod(there["DaemonSet", "kv-kvtier"]), config.nvme.path.split(",")
+    server, folders = pod(there["DaemonSet", "kv-kvtier"]), (config.nvme.path or "").split(",")
     disks = ["/var/lib/kvtier-one", "/var/lib/kvtier-two"] if form == "metrics" else []
     assert folders == ["/var/lib/kvtier", *disks]
     assert server["initContainers"][0]["command"][-len(folders) :] == folders
