@@ -6,8 +6,10 @@ streams, the copies between device and host, and the parallel state of SGLang's 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
+import json
 import sys
 import threading
 import types
@@ -52,10 +54,8 @@ def _no_torchvision() -> None:
 
     for name in dir(looks):  # transformers looks first, and does without
         if "torchvision" in name and name.startswith("is_"):
-            try:
+            with contextlib.suppress(Exception):
                 getattr(looks, name)()
-            except Exception:  # noqa: BLE001, S112
-                continue
     sys.meta_path.append(_Finder())
 
 
@@ -74,11 +74,7 @@ from sglang.srt.mem_cache.device_pool_info import (  # noqa: E402
 )
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool  # noqa: E402
-from sglang.srt.mem_cache.pool_host import (  # noqa: E402
-    HostPoolGroup,
-    PoolEntry,
-    base,
-)
+from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry, base  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
@@ -88,32 +84,15 @@ base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 28
 PAGE, LAYERS, HEADS, DIM = 64, 2, 4, 16
 WAIT_S = 120.0
 REQUEST = CacheRequestHandle("request", 0)
-PLUGIN = {
-    "backend_name": "kvtier",
-    "module_path": "kvtier.connectors.sglang",
-    "class_name": "KVTier",
-}
+PLUGIN = json.loads(Path("examples/sglang.json").read_text())
 
 
-class _Device:
-    device = torch.device("cpu")
-    layer_num = LAYERS
-
-    def register_layer_transfer_counter(self, counter):
-        pass
+class _Device(Mock):
+    device, layer_num = torch.device("cpu"), LAYERS
 
 
 class _Replicated(_Device, MLATokenToKVPool):  # type: ignore[misc]
-    def __init__(self):
-        pass
-
-
-class _Allocator:
-    def __init__(self, device):
-        self.device = device
-
-    def get_kvcache(self):
-        return self.device
+    pass
 
 
 def parallel(rank: int = 0, size: int = 1) -> types.SimpleNamespace:
@@ -205,6 +184,10 @@ def equal(pool, indices, other, others):
 # ---- controllers ---------------------------------------------------------------------------------
 
 
+def _allocator(device):
+    return types.SimpleNamespace(device=device, get_kvcache=lambda: device)
+
+
 def _group():
     if not dist.is_initialized():
         store = dist.HashStore()
@@ -215,7 +198,7 @@ def _group():
 def controller(pool, kind, extra, *, tp=(0, 1), replicated=False, model="M"):
     """SGLang's HiCacheController with its threads. ``kind``: ``file`` or ``dynamic``."""
     cc.get_parallel = lambda: parallel(*tp)
-    allocator = _Allocator(_Replicated() if replicated else _Device())
+    allocator = _allocator(_Replicated() if replicated else _Device())
     return cc.HiCacheController(
         allocator, pool, pool.page_size, _group(), threading.Event(), write_policy="write_through",
         io_backend="direct", storage_backend=kind, prefetch_threshold=pool.page_size,
@@ -232,7 +215,7 @@ def hybrid(pools, kind, extra, *, page=PAGE, tp=(0, 1)):
         for name, pool in pools.items()
     ]  # fmt: skip
     return hybrids.HybridCacheController(
-        _Allocator(_Device()), HostPoolGroup(entries), page, _group(), threading.Event(),
+        _allocator(_Device()), HostPoolGroup(entries), page, _group(), threading.Event(),
         write_policy="write_through", io_backend="direct", storage_backend=kind,
         prefetch_threshold=page, model_name="M", storage_backend_extra_config=dict(extra),
     )  # fmt: skip

@@ -29,19 +29,9 @@ def own(pages=PAGES, ranks=RANKS, engine=ENGINE, classes=("MHATokenToKVPoolHost"
     return pages.chunks(engine, ranks, classes).fingerprint
 
 
-OTHER_PAGES: dict[str, Any] = {
-    "pool": "indexer",
-    "layout": "page_first_direct",
-    "dtype": "torch.float16",
-}
+OTHER_PAGES: Any = {"pool": "indexer", "layout": "page_head", "dtype": "torch.float16"}
 OTHER_PAGES |= {"page_tokens": 32, "form": "flat", "sizes": (256, 768)}
-OTHER_RANKS: dict[str, Any] = {
-    "tp_rank": 1,
-    "tp_size": 4,
-    "pp_rank": 1,
-    "attn_cp_rank": 1,
-    "dcp_rank": 1,
-}
+OTHER_RANKS: Any = {"tp_rank": 1, "tp_size": 4, "pp_rank": 1, "attn_cp_rank": 1, "dcp_rank": 1}
 OTHER_ENGINES = {"files": {"model_path": "cd"}, "arguments": {"tp_size": 4, "dtype": "auto"}}
 
 
@@ -108,9 +98,7 @@ def test_a_transfer_copies_both_ways_and_nothing_once_it_has_ended():
     assert bytes(slot) == memory[100:150].tobytes() + memory[:30].tobytes() + bytes(176)
     memory[:] = 0
     assert transfer.take(0, memoryview(slot)) and transfer.taken == [True]
-    assert memory[100:150].tolist() == list(range(100, 150)) and memory[:30].tolist() == [
-        *range(30)
-    ]
+    assert memory[100:150].tolist() == [*range(100, 150)] and [*memory[:30]] == [*range(30)]
     transfer.end()
     memory[:] = 7
     before = bytes(slot)
