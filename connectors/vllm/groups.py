@@ -200,8 +200,14 @@ class Geometry:
     def pieces_per_chunk(self) -> int:
         return self.chunk_tokens // self.piece_tokens
 
+    @cached_property
+    def _stretch_blocks(self) -> dict[int, int]:
+        """Blocks of a piece by the group's number, where pieces are stretches of tokens."""
+        stretches = (group for group in self.groups if not group.is_at_ends)
+        return {group.number: self.piece_tokens // group.block_tokens for group in stretches}
+
     def blocks_per_piece(self, group: Group) -> int:
-        return 1 if group.is_at_ends else self.piece_tokens // group.block_tokens
+        return self._stretch_blocks.get(group.number, 1)
 
     def parts(self, group: Group) -> int:
         """Pieces of each chunk that are kept. TAIL: the blocks of the last ``span - 1`` tokens."""
@@ -213,8 +219,9 @@ class Geometry:
 
     def first_block(self, piece: Piece) -> int:
         group, number = piece
-        if not group.is_at_ends:
-            return number * self.blocks_per_piece(group)
+        count = self._stretch_blocks.get(group.number)
+        if count is not None:
+            return number * count
         parts = self.parts(group)
         chunk, part = divmod(number, parts)
         return (chunk + 1) * self.chunk_tokens // group.block_tokens - parts + part

@@ -58,7 +58,7 @@ class BlockTables:
 
 def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
     group, count = piece.group, geometry.blocks_per_piece(piece.group)
-    first = geometry.first_block(piece) if group.is_at_ends else piece.number * count
+    first = geometry.first_block(piece)
     blocks = list(tables[group.number][first : first + count])
     return blocks if len(blocks) == count and NULL_BLOCK not in blocks else None
 

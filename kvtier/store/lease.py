@@ -142,7 +142,7 @@ class LoadLease(_Lease):
     def poll(self) -> Progress:
         """How far the load is, in chunks. With ``coming == 0`` it does not grow any more. Nothing
         is ready after the end."""
-        return whole(self.polling())
+        return whole(self.polling()) if self.keys else Progress(0, 0)
 
     def polling(self) -> Steps[Progress]:
         """:meth:`poll` in pieces, which must be done to the end."""

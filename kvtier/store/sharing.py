@@ -40,10 +40,9 @@ class SpareLane:
         self._lane = lane
         self.touched.set_result(None)
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work) -> bool:
         """Do this if the pages are present already."""
-        if self._lane is not None and self.touched.done():
-            self._lane.submit(work)
+        return self._lane is not None and self.touched.done() and self._lane.submit(work)
 
     def populate(self, slot: int) -> None:
         """On a thread that may block: make the pages of one more slot present."""

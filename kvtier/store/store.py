@@ -163,7 +163,7 @@ class Store:
         self._past = Past(core.directory)
         self.timings = Timings([tier.name for tier in self.tiers])
         self.follower = Follower(core.directory, core.lock, orders.adaptive, self.clock, rooms)
-        self.follower.on_note = self._follow_soon
+        self.follower.on_note, self._will_follow = self._follow_soon, False
         self._spare.on_touched = self._follow_waiting
         self.audit = Audit(core, self.lower, self.invalidate)
         for observer in (self._past, self.timings, self.follower, self.audit, compute):
@@ -291,7 +291,7 @@ class Store:
         with self._lock:
             if is_known(self._directory, rest[0]) or self._ask(rest) is not None:
                 return None
-            _, why = self._end_of(rest, 0, 0, UNOWNED)
+            why = self._why_missing(rest[0], UNOWNED)
             self._took("lookup", "", self.clock() - begun)
             self._directory.used(keys)
             self.counts["load_asked"] += len(rest)
@@ -510,12 +510,16 @@ class Store:
             tell(ended)
 
     def _follow_soon(self) -> None:
-        self._spare.submit(self._follow)
+        if not self._will_follow:
+            self._will_follow = True
+            if not self._spare.submit(self._follow):
+                self._will_follow = False
 
     def _follow(self) -> None:
         """On the spare lane. Threads that wait for the interpreter get it in between."""
+        self._will_follow = False
         if self.follower.work(partial(time.sleep, 0)):
-            self._spare.submit(self._follow)
+            self._follow_soon()
 
     def _follow_waiting(self) -> None:
         if self.follower.waiting:
@@ -608,14 +612,15 @@ class Store:
             holders = list(directory.holders(keys[ready]))
             if holders and all(lower[index].away for index in holders):
                 return ready, "tier_down"
-        if known == len(keys):
-            return known, ""
-        why = self._past.why(keys[known])
+        return known, "" if known == len(keys) else self._why_missing(keys[known], owner)
+
+    def _why_missing(self, key: ChunkKey, owner: int) -> str:
+        lower, why = self.lower, self._past.why(key)
         unsure = why in {"cold", "evicted"} and any(one.away and one.tier.shared for one in lower)
         apart = self.sharing.is_elsewhere(owner) or any(one.tier.is_apart for one in lower)
         if why == "cold" and apart:
-            return known, "other_chunk_size"
-        return known, "tier_down" if unsure else why
+            return "other_chunk_size"
+        return "tier_down" if unsure else why
 
     def _miss(
         self, keys: Sequence[ChunkKey], ready: int, owner: int, most: int | None = None

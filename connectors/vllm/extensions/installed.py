@@ -142,7 +142,8 @@ class HintDelivery(Extension):
     def finished(self, prompt: Prompt, *, saving: bool) -> None:
         said, name = prompt.said, prompt.request.request_id
         keys = prompt.chain.keys if prompt.chain is not None else ()
-        self._counts.update(f"hints_{kind}" for kind in said.kinds)
+        for kind in said.kinds:
+            self._counts[f"hints_{kind}"] += 1
         if said.hint == NO_HINT or not (keys or said.session):
             return
         self._waiting[name] = said, keys

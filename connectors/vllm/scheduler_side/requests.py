@@ -23,6 +23,7 @@ from kvtier.core.processes import environment
 
 logger = logging.getLogger("kvtier.connectors.vllm")
 
+_STOPS = {str(stop): stop for stop in STOPS}
 CACHE = "kvtier.cache"
 """In a request's ``kv_transfer_params``: false keeps kvtier out of the request."""
 _ADAPTER_WAIT_S = 5.0
@@ -233,5 +234,4 @@ def media_extra(request: Any, chunk_tokens: int, names: MediaNames) -> dict[int,
 
 
 def stop_of(request: Any) -> Stop:
-    reason = str(request.get_finished_reason())
-    return next((stop for stop in STOPS if stop == reason), "other")
+    return _STOPS.get(str(request.get_finished_reason()), "other")

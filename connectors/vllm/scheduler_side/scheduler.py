@@ -194,7 +194,7 @@ class SchedulerHalf:
         if last <= prompt.claim.begin and not tokens:
             return
         end = prompt.claim.begin + tokens
-        keys = self._keys(prompt, prompt.request.num_tokens)
+        keys = prompt.chain.keys if prompt.chain is not None else []
         rest = keys[end // size : -(-last // size)] if end < last else []
         asked = max(tokens, last - prompt.claim.begin)
         self.store.served(Served(asked, prompt.progress.sources, rest, size, end))
@@ -303,7 +303,9 @@ class SchedulerHalf:
             self._turn_off(report.unmapped)
         for reported in self._hooks["report"]:
             reported(report)
-        for number in report.done.keys() | report.failed.keys():
+        numbers = report.done.keys() | report.failed.keys()
+        copying = Counter(one.request_id for one in self._pending.values()) if numbers else {}
+        for number in numbers:
             pending = self._pending.get(number)
             if pending is None:
                 continue
@@ -315,7 +317,8 @@ class SchedulerHalf:
                     self._saves.end(pending, pending.save, self._prompts.get(pending.request_id))
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
-                is_last = not self._is_copying(pending.request_id)
+                copying[pending.request_id] -= 1
+                is_last = not copying[pending.request_id]
                 for ended in self._hooks["ended"]:
                     ended(pending, is_last=is_last)
 
@@ -396,10 +399,7 @@ class SchedulerHalf:
         return any(pending.request_id == request_id for pending in self._pending.values())
 
     def counts(self) -> dict[str, int]:
-        told = dict[str, int]()
-        for extension in self.extensions:
-            told |= extension.counts()
-        return told
+        return {k: v for extension in self.extensions for k, v in extension.counts().items()}
 
     def clear(self) -> None:
         """Drop every chunk in every tier, and what is being saved."""
@@ -420,10 +420,12 @@ class SchedulerHalf:
         if prompt is None or prompt.request is not request:
             if prompt is not None:
                 self._drop(prompt)
-            prompt = self._prompts[request.request_id] = Prompt(
-                request, None, next(self._numbers) % (1 << 32), of_request(request)
-            )
-        self._name(prompt)
+            number = next(self._numbers) % (1 << 32)
+            prompt = Prompt(request, None, number, of_request(request))
+            self._prompts[request.request_id] = prompt
+            prompt.name(self._layout, self._names)
+        else:
+            self._name(prompt)
         return prompt
 
     def _name(self, prompt: Prompt) -> None:

@@ -73,7 +73,8 @@ class ComputeCounts(Observer):
 
     def served(self, served: Served) -> None:
         self._asked += self._of(served.asked, served.begin)
-        self._saved += self._of(sum(served.hits.values()), served.begin)
+        if served.hits:
+            self._saved += self._of(sum(served.hits.values()), served.begin)
 
     def counted(self) -> Mapping[str, int]:
         return {"asked_compute": round(self._asked), "saved_compute": round(self._saved)}

@@ -157,7 +157,8 @@ class Past(Observer):
         return bisect_left(keys, True, key=lambda key: not self._is_remembered(key))
 
     def _is_remembered(self, key: ChunkKey) -> bool:
-        return self._directory.held_run((key,)) == 1 or self._how(key) in {"evicted", "corrupt"}
+        left = self._marks.get(key)
+        return left in {Left.EVICTED, Left.CORRUPT} or self._directory.held_run((key,)) == 1
 
     def _how(self, key: ChunkKey) -> str:
         mark = self._marks.get(key)
