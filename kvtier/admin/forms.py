@@ -173,29 +173,30 @@ class Configuration(msgspec.Struct, frozen=True):
 
 
 class Route(NamedTuple):
-    """``secret``: needs the token always, not only beyond loopback. ``open``: never needs it.
-    ``asks``: the form of the body."""
+    """``work``: the method of ``Admin`` that serves it. ``secret``: needs the token always, not
+    only beyond loopback. ``open``: never needs it. ``asks``: the form of the body."""
 
     method: str
     path: str
+    work: str
     asks: Any = None
     secret: bool = False
     open: bool = False
 
 
 ROUTES = (
-    Route("GET", "/", open=True),
-    Route("GET", "/healthz", open=True),
-    Route("GET", "/healthz/live", open=True),
-    Route("GET", "/healthz/ready", open=True),
-    Route("GET", "/metrics"),
-    Route("GET", "/v1/stats"),
-    Route("GET", "/v1/history"),
-    Route("GET", "/v1/configuration", secret=True),
-    Route("GET", "/v1/namespaces", secret=True),
-    Route("POST", "/v1/lookup", Lookup, secret=True),
-    Route("POST", "/v1/hint", Hint, secret=True),
-    Route("POST", "/v1/clear", InvalidateAll, secret=True),
-    Route("GET", "/openapi.json"),
+    Route("GET", "/", "show", open=True),
+    Route("GET", "/healthz", "ready", open=True),
+    Route("GET", "/healthz/live", "live", open=True),
+    Route("GET", "/healthz/ready", "ready", open=True),
+    Route("GET", "/metrics", "metrics"),
+    Route("GET", "/v1/stats", "stats"),
+    Route("GET", "/v1/history", "past"),
+    Route("GET", "/v1/configuration", "configured", secret=True),
+    Route("GET", "/v1/namespaces", "namespaces", secret=True),
+    Route("POST", "/v1/lookup", "lookup", Lookup, secret=True),
+    Route("POST", "/v1/hint", "hint", Hint, secret=True),
+    Route("POST", "/v1/clear", "clear", InvalidateAll, secret=True),
+    Route("GET", "/openapi.json", "openapi"),
 )
 """``openapi.json`` describes them for others, and a test compares the two."""

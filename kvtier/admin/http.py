@@ -156,28 +156,11 @@ class Admin:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._answered], client_max_size=forms.MAX_BODY_BYTES)
         app.on_response_prepare.append(self._name_start)
-        works: Mapping[str, Callable[[Any], Awaitable[web.Response]]] = {
-            "/": self._show,
-            "/healthz": self._ready,
-            "/healthz/live": self._live,
-            "/healthz/ready": self._ready,
-            "/metrics": self._metrics,
-            "/v1/stats": self._stats,
-            "/v1/history": self._past,
-            "/v1/configuration": self._configured,
-            "/v1/namespaces": self._namespaces,
-            "/v1/lookup": self._lookup,
-            "/v1/hint": self._hint,
-            "/v1/clear": self._clear,
-            "/openapi.json": self._openapi,
-        }
         for route in forms.ROUTES:
-            app.router.add_route(route.method, route.path, self._guarded(route, works[route.path]))
-        for route in forms.ROUTES:
+            work = getattr(self, route.work)
+            app.router.add_route(route.method, route.path, self._guarded(route, work))
             if route.open:  # as balancers ask: HAProxy's default is OPTIONS /
-                serve = self._guarded(
-                    route, works[route.path] if route.path != "/" else self._ready
-                )
+                serve = self._guarded(route, work if route.path != "/" else self.ready)
                 for method in ("HEAD", "OPTIONS"):
                     app.router.add_route(method, route.path, serve)
         return app
@@ -289,13 +272,13 @@ class Admin:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    async def _show(self, _: bool) -> web.Response:
+    async def show(self, _: bool) -> web.Response:
         return web.Response(body=self._page, headers={**_HEADERS, **self._page_headers})
 
-    async def _live(self, known: bool) -> web.Response:
+    async def live(self, known: bool) -> web.Response:
         return _json(self._health(known), 200)
 
-    async def _ready(self, known: bool) -> web.Response:
+    async def ready(self, known: bool) -> web.Response:
         return _json(self._health(known), 200 if self._server.ready else 503)
 
     def _health(self, known: bool) -> forms.Health:
@@ -305,22 +288,22 @@ class Admin:
             trouble = [_HIDDEN.format(len(trouble))]
         return forms.Health(True, self._server.ready, trouble)
 
-    async def _metrics(self, _: None) -> web.Response:
+    async def metrics(self, _: None) -> web.Response:
         text = prometheus.exposition(status.read(self._server, self._around.engines.status()))
         return web.Response(
             body=text, headers={**_HEADERS, "Content-Type": prometheus.CONTENT_TYPE}
         )
 
-    async def _stats(self, _: None) -> web.Response:
+    async def stats(self, _: None) -> web.Response:
         return _json(status.read(self._server, self._around.engines.status()), 200)
 
-    async def _past(self, _: None) -> web.Response:
+    async def past(self, _: None) -> web.Response:
         return _json(self._history.told(), 200)
 
-    async def _configured(self, _: None) -> web.Response:
+    async def configured(self, _: None) -> web.Response:
         return _json(self._around.configuration, 200)
 
-    async def _namespaces(self, _: None) -> web.Response:
+    async def namespaces(self, _: None) -> web.Response:
         found = [
             forms.Namespace(size, fingerprint.hex(), name, owner.engine)
             for size, size_class in self._server.size_classes.open.items()
@@ -328,7 +311,7 @@ class Admin:
         ]
         return _json(forms.Namespaces(found), 200)
 
-    async def _lookup(self, asked: forms.Lookup) -> web.Response:
+    async def lookup(self, asked: forms.Lookup) -> web.Response:
         engines = await self._lookup_engines(asked)
         alone = engines and asked.keys is None and asked.fingerprint is None
         keys = [] if alone else await in_turns(_keys(asked))
@@ -347,7 +330,7 @@ class Admin:
             return []
         return await self._around.engines.lookup(asked.tokens, asked.salt)
 
-    async def _hint(self, asked: forms.Hint) -> web.Response:
+    async def hint(self, asked: forms.Hint) -> web.Response:
         hint = Hint(asked.over, asked.keep_s, salt_name(asked.salt))
         name = session_name(asked.salt, asked.session)
         told = 0
@@ -358,7 +341,7 @@ class Admin:
                     told += 1
         return _json(forms.Hinted(told), 200)
 
-    async def _clear(self, asked: forms.InvalidateAll) -> web.Response:
+    async def clear(self, asked: forms.InvalidateAll) -> web.Response:
         if asked.everything == (asked.namespace is not None):
             what = "both or neither of namespace and everything"
             raise _RefusedError(400, what, "one of them", 'send {"namespace": "..."} for a tenant')
@@ -393,7 +376,7 @@ class Admin:
             else "see /v1/namespaces; if the name is right, nothing of it is left",
         )
 
-    async def _openapi(self, _: None) -> web.Response:
+    async def openapi(self, _: None) -> web.Response:
         return web.Response(body=self._document, headers={**_HEADERS, "Content-Type": forms.JSON})
 
 
