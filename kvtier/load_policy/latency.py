@@ -53,7 +53,9 @@ class Pace:
     seconds a chunk, measured with as many reads beside it as there usually are.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, comes_whole: bool = False) -> None:
+        """``comes_whole``: as the tier's attribute."""
+        self.comes_whole = comes_whole
         self.queued = 0
         self.odds = 1.0
         """The part of what a shared tier is asked for that it turns out to hold."""

@@ -45,6 +45,8 @@ class Tier(ABC):
     asks_for_owners: bool = False
     """:meth:`owners` costs a request a chunk, so it is asked only of chunks that a tenant wants to
     be dropped. Until then they have no owner."""
+    comes_whole: bool = False
+    """Reads take the CPU, which copies need too: in parts a hit would be there no sooner."""
     chunk_room: int = 0
     """Bytes that a chunk takes of a budget that several Stores divide. 0: no such budget."""
     fixed_room: int = 0
@@ -166,7 +168,7 @@ class ForwardingTier(Tier):
         self.inner = inner
         self.name = inner.name
         self.shared, self.keeps_owners = inner.shared, inner.keeps_owners
-        self.asks_for_owners = inner.asks_for_owners
+        self.asks_for_owners, self.comes_whole = inner.asks_for_owners, inner.comes_whole
         self.chunk_room, self.fixed_room = inner.chunk_room, inner.fixed_room
 
     @property

@@ -6,7 +6,7 @@ process. Then each document is asked for again, which vLLM's own cache answers: 
 the load's *cost*. A load of which RAM had half does not count.
 
 - *Load cost*, of two sizes of documents: from NVMe, beside vLLM's own tiering connector over the
-  same disk with the same RAM; from Redis.
+  same disk with the same RAM.
 - *Eight times RAM*: a document of eight times the RAM tier from NVMe, beside direct reads of as
   many bytes from a file on the same disk into the same memory, in turns. Then two such documents at
   the same time. The first rounds, which use every block of the engine once, do not count.
@@ -44,7 +44,6 @@ from kvtier.bench.compare.peers.contenders import CONTENDERS, in_tree, rendered
 from kvtier.bench.flags import described
 from kvtier.bench.micro.nvme import gigabytes_per_second, raw_disk
 from kvtier.bench.model import kv_token_bytes, make_model, read_config
-from kvtier.bench.processes.companion import redis_server
 from kvtier.bench.processes.engine import cpu_env, mode_told, modes_told, on_cpu, transfer
 from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.tiers.nvme.disks import disk_threads, probe_disk
@@ -52,7 +51,7 @@ from kvtier.tiers.nvme.disks import disk_threads, probe_disk
 IN_PARTS, WHOLE = "in parts", "whole"
 RAM = "RAM"
 VLLM, VLLM_RAM = "vLLM's disk tier", "vLLM's RAM"
-_PLACES = {"NVMe": "nvme", RAM: "ram", "Redis": "redis"}
+_PLACES = {"NVMe": "nvme", RAM: "ram"}
 _PEERS = {"NVMe": VLLM, RAM: VLLM_RAM}
 _AS_GPU = Path(__file__).resolve().parents[3] / "tests" / "cpu_as_gpu"
 _DOCUMENTS = 3
@@ -130,11 +129,6 @@ class Lab:
         tier = {"KVTIER_NVME_PATH": str(self.folder / name), "KVTIER_NVME_BYTES": "6GiB"}
         return tier | {"KVTIER_RAM_BYTES": str(self.ram(tokens))}
 
-    def redis(self, tokens: float) -> dict[str, str]:
-        _, path, _ = self._stack.enter_context(redis_server())
-        tier = {"KVTIER_REDIS_URL": f"unix://{path}", "KVTIER_REDIS_BYTES": "6GiB"}
-        return tier | {"KVTIER_RAM_BYTES": str(self.ram(tokens))}
-
     def vllm(self, arm: str, longest: int, tokens: float) -> EngineProcess:
         ram, connector = str(self.ram(tokens)), CONTENDERS[arm].connector
         assert connector is not None, arm
@@ -167,12 +161,6 @@ def from_ram(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
         VLLM_RAM: lab.vllm("vllm-offloading-ram", longest, tokens),
     }
     return load_costs(engines, sizes, rounds) + gaps(engines, sizes, rounds)
-
-
-def from_redis(lab: Lab, sizes: Sequence[int], rounds: int) -> list[Row]:
-    longest = max(sizes)
-    tier = lab.redis(_RAM_DOCUMENTS * longest)
-    return load_costs({"Redis": lab.ours("redis", longest, tier)}, sizes, rounds)
 
 
 def load_costs(
@@ -359,7 +347,6 @@ def raw_read(lab: Lab, engine: EngineProcess, tokens: int) -> Iterator[Callable[
 PARTS: dict[str, Callable[[Lab, argparse.Namespace], list[Row]]] = {
     "ram": lambda lab, given: from_ram(lab, given.tokens, given.rounds),
     "nvme": lambda lab, given: from_nvme(lab, given.tokens, given.rounds),
-    "redis": lambda lab, given: from_redis(lab, given.tokens, given.rounds),
     "long": lambda lab, given: longer_than_ram(lab, given.long, given.rounds),
 }
 

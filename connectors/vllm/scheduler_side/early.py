@@ -259,13 +259,18 @@ class EarlyLoads(Extension):
             return None
         candidate = prompt.notes[self] = _Candidate(run, claim.deadline)
         found = self._plan(run, self._store.lookup(run.wanted), busy)
-        if found is None or found[0] != pieces or not self._blocks_suffice:
+        whole = any(self._store.paces[name].comes_whole for name in self._below(lease))
+        if whole or found is None or found[0] != pieces or not self._blocks_suffice:
             candidate.declined = True
             return candidate
         candidate.pieces, candidate.within_s = pieces, found[1].within_s
         candidate.leases, claim.lease, claim.in_blocks = divided(lease, pieces, size), None, pieces
         candidate.leases[0].poll()
         return candidate
+
+    def _below(self, lease: LoadLease) -> set[str]:
+        """This process's tiers that what has arrived comes from."""
+        return self._store.paces.keys() & {*lease.sources}
 
     def _let_go(self, prompt: Prompt) -> None:
         candidate: _Candidate | None = prompt.notes.pop(self, None)

@@ -74,7 +74,7 @@ class LowerTier:
 
     def __init__(self, core: Core, index: int, place: TierSpec, clock: Callable[[], float]) -> None:
         self.tier, self.lane, self.index = place.tier, place.lane, index
-        self.pace = Pace(place.lane.threads)
+        self.pace = Pace(place.lane.threads, comes_whole=place.tier.comes_whole)
         self._clock = clock
         self._core = core
         self._lock, self._directory, self._counts = core.lock, core.directory, core.counts

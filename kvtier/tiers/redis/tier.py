@@ -95,7 +95,7 @@ class RedisTier(AwayTier):
     one of its own (:mod:`.upkeep`)."""
 
     name = "redis"
-    keeps_owners = True
+    keeps_owners = comes_whole = True
 
     def __init__(
         self,

@@ -358,7 +358,9 @@ COPY_S = 0.0025
 
 def coming(copy_s=COPY_S, read_s=0.1, **more):
     """An engine that has been asked for a hit that RAM holds. One of its chunks has arrived."""
+    comes_whole = more.pop("comes_whole", False)
     engine, request = Engine(slots=ROOM, **more), prompt(SHORT)
+    engine.store.paces[engine.tier.name].comes_whole = comes_whole
     engine.hold(request.all_token_ids[:-1], read_s)
     engine.load_policy._copy.add(copy_s / CHUNK, engine.clock())
     assert engine.matched(request) is None
@@ -374,8 +376,9 @@ def coming(copy_s=COPY_S, read_s=0.1, **more):
         ({"blocks": SHORT * BLOCKS}, COPY_S, 0.1),
         ({}, COPY_S / SHORT, 0.1),
         ({}, COPY_S, 0.3),
+        ({"comes_whole": True}, COPY_S, 0.1),
     ],
-    ids=["vllm cannot", "blocks are short", "nothing to gain", "no faster than twice its estimate"],
+    ids=["vllm cannot", "blocks are short", "nothing to gain", "not twice as fast", "comes whole"],
 )
 def test_otherwise_it_is_waited_for_in_ram(more, copy_s, read_s):
     engine, request = coming(copy_s, read_s, **more)
