@@ -1,9 +1,6 @@
 """The module that ``module_path`` names in an entry of ``secondary_tiers`` of vLLM's own
 OffloadingConnector. The class is in an extension (kvtier/extensions/vllm_tier/README.md), which is
-imported when vLLM asks for it.
-
-vLLM's interface for such tiers is young, and another release has other names in it. So a vLLM that
-was not tested is refused, in words."""
+imported when vLLM asks for it. A vLLM that was not tested is refused, in words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""vLLM's own OffloadingConnector with a kvtier server as its secondary tier, as ``kvtier launch
---tier`` writes it and ``doctor`` reads it."""
+"""``kvtier launch --tier``: vLLM's own OffloadingConnector over a kvtier server."""
 
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ class KVTierTier(SecondaryTierManager):
         self._done = deque[tuple[Any, list[bool], float]]()
         """Jobs, which of their chunks were moved, and seconds."""
         self._emits = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events = list[base.OffloadingEvent]()
-        self._announced = dict[bytes, None]()
+        self._events, self._announced = list[base.OffloadingEvent](), dict[bytes, bool]()
         logger.info("chunks of %d bytes at the kvtier server %s", self.block_size_bytes, address)
 
     # ---- lookup ----------------------------------------------------------------------------------
@@ -89,8 +88,7 @@ class KVTierTier(SecondaryTierManager):
         held = self._lookups.held(key, req_context.req_id)
         if held is None:
             return base.LookupResult.RETRY
-        if not held and key in self._announced:
-            del self._announced[key]
+        if not held and self._announced.pop(key, False):
             self._tell([key], removed=True)
         return base.LookupResult.HIT if held else base.LookupResult.MISS
 
@@ -107,8 +105,7 @@ class KVTierTier(SecondaryTierManager):
         def ask() -> None:
             for question in questions:
                 known = partial(self._server.known, self._named(question[1]))
-                nothing = [False] * len(question[1])
-                lookups.answered(question, safely(self._counts, known, nothing))
+                lookups.answered(question, safely(self._counts, known, [False] * len(question[1])))
 
         if questions:
             self._asking.submit(ask)
@@ -191,7 +188,7 @@ class KVTierTier(SecondaryTierManager):
 
     def _announce(self, keys: list[bytes]) -> None:
         if self._emits and keys:
-            self._announced.update(dict.fromkeys(keys))
+            self._announced.update(dict.fromkeys(keys, True))
             while len(self._announced) > _MOST_ANNOUNCED_CHUNKS:
                 del self._announced[next(iter(self._announced))]
             self._tell(keys, removed=False)
