@@ -27,7 +27,7 @@ from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.seam import Opening
 from tests.child_process import wait_for
 from tests.clock import Clock
-from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
+from tests.nvme_place import LAYOUT, SLOT, fill, flip, holds, room
 
 KEYS = LAYOUT.keys(range(40))
 BOTH = room(40)
@@ -295,6 +295,22 @@ def test_a_disk_that_cannot_be_opened_costs_itself(tmp_path, clock, caplog):
         (tmp_path / f"disk{at}").write_bytes(b"")
     with pytest.raises(TierError, match=r"disk0.*disk3"):
         opened(tmp_path, clock)
+
+
+def test_a_damaged_index_costs_its_own_disk(tmp_path, clock):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    first = set(of(tier, 0))
+    tier.close(KEYS)
+    index = tmp_path / "disk0/index.kvtier"
+    for at in range(index.stat().st_size):
+        if not at % 64:
+            flip(index, at)
+    tier = opened(tmp_path, clock)
+    assert set(tier.recovered()) == set(KEYS) - first and tier.capacity == 80
+    assert all(holds(tier, key) for key in KEYS if key not in first)
+    fill(tier, KEYS)
+    tier.close()
 
 
 def test_folders_that_cannot_be_one_tier_are_named_before_any_is_opened(tmp_path):

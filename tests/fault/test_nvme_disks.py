@@ -12,7 +12,9 @@ import pytest
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import TierError
 from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.clock import Clock
 from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room
 
 SLOTS = 8
@@ -126,4 +128,94 @@ def test_without_o_direct_it_works_and_warns_once(mount, caplog):
     assert "refuses O_DIRECT" in warned[0]
     fill(tier, KEYS)
     assert held(tier, KEYS) == set(range(SLOTS))
+    tier.close()
+
+
+class Disks:
+    """A set on file systems of their own, of unequal sizes, on loop devices."""
+
+    def __init__(self, mount, tmp_path):
+        self.images, self.points, self.clock = list[Path](), list[Path](), Clock()
+        for at, mib in enumerate((16, 24, 48)):
+            image = tmp_path / f"image{at}"
+            with image.open("wb") as file:
+                file.truncate(mib << 20)
+            subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+            self.images.append(image)
+            self.points.append(mount("-o", "loop", str(image)))
+        self.keys = LAYOUT.keys(range(60))
+
+    def opened(self):
+        places = [DiskPlace(each / "tier", room(40), 2) for each in self.points]
+        return DiskSet(places, SLOT, clock=self.clock)
+
+    def exchange(self, *images):
+        """Mount ``images`` in the places of the first ones. None: nothing."""
+        for point in self.points[: len(images)]:
+            subprocess.run(["umount", "--lazy", str(point)], check=True)
+        for point, image in zip(self.points, images, strict=False):
+            if image is not None:
+                subprocess.run(["mount", "-o", "loop", str(image), str(point)], check=True)
+
+
+@pytest.fixture
+def disks(mount, tmp_path):
+    return Disks(mount, tmp_path)
+
+
+def of(tier, at):
+    return set(tier.disks[at].well_tier.held())
+
+
+@pytest.mark.extended
+def test_a_file_system_that_is_full_costs_nothing_in_use_and_itself_at_a_start(disks):
+    tier = disks.opened()
+    filler = fill_up(disks.points[0])
+    fill(tier, disks.keys)
+    assert held(tier, disks.keys) == set(range(60)) and of(tier, 0)
+    tier.close(disks.keys)
+    (disks.points[1] / "tier/slots.kvtier").unlink()
+    other = fill_up(disks.points[1])
+    tier = disks.opened()
+    assert [bool(disk.away) for disk in tier.disks] == [False, True, False]
+    assert "must stay free" in tier.nodes_away[0] and tier.capacity == 80
+    assert held(tier, disks.keys) == {at for at, key in enumerate(disks.keys) if tier.find([key])}
+    filler.unlink()
+    other.unlink()
+    disks.clock.now += 60
+    assert tier.lost_and_found() == ([], []) and tier.capacity == 120
+    tier.close()
+
+
+@pytest.mark.extended
+def test_a_file_system_that_is_unmounted_costs_its_own_and_is_back_when_mounted(disks):
+    tier = disks.opened()
+    fill(tier, disks.keys)
+    first = of(tier, 0)
+    disks.exchange(None)
+    assert held(tier, list(first)[:1]), "open files are read to the end"
+    assert set(tier.lost_and_found()[0]) == first and tier.capacity == 80
+    disks.clock.now += 60
+    assert tier.lost_and_found() == ([], []) and not list(disks.points[0].iterdir()), "nothing made"
+    assert len(held(tier, disks.keys)) == 60 - len(first)
+    subprocess.run(["mount", "-o", "loop", str(disks.images[0]), str(disks.points[0])], check=True)
+    disks.clock.now += 60
+    assert set(tier.lost_and_found()[1]) == first and held(tier, disks.keys) == set(range(60))
+    tier.close()
+
+
+@pytest.mark.extended
+def test_file_systems_that_change_places_are_left_alone_and_warm_after_a_restart(disks):
+    tier = disks.opened()
+    fill(tier, disks.keys)
+    last = of(tier, 2)
+    disks.exchange(disks.images[1], disks.images[0])
+    held(tier, disks.keys)
+    disks.clock.now += 60
+    tier.lost_and_found()
+    assert len(tier.nodes_away) == 2 and "another device" in tier.nodes_away[0]
+    assert held(tier, disks.keys) == {at for at, key in enumerate(disks.keys) if key in last}
+    tier.close(disks.keys)
+    tier = disks.opened()
+    assert set(tier.recovered()) == set(disks.keys) and held(tier, disks.keys) == set(range(60))
     tier.close()
