@@ -141,14 +141,8 @@ class Client(AtServer):
 
     @in_pieces
     def lookup(self, keys: Sequence[ChunkKey]) -> Steps[LookupResult]:
-        asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            answer = yield from self._asking(
-                wire.LookupReply,
-                wire.LookupCall,
-                wire.joined(asked),
-                check=lambda one, _: check_lookup(one, len(asked)),
-            )
+            answer = yield from self._about(keys, wire.LookupReply, wire.LookupCall, check_lookup)
             if answer is not None and self._attachment is not None:
                 self._attachment.most_held = answer.most_held
         if answer is None:
@@ -159,14 +153,8 @@ class Client(AtServer):
 
     @in_pieces
     def known(self, keys: Sequence[ChunkKey]) -> Steps[list[bool]]:
-        asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            answer = yield from self._asking(
-                wire.Known,
-                wire.KnownCall,
-                wire.joined(asked),
-                check=lambda one, _: check_known(one, len(asked)),
-            )
+            answer = yield from self._about(keys, wire.Known, wire.KnownCall, check_known)
         found = [] if answer is None else [bool(each) for each in answer.each]
         return found + [False] * (len(keys) - len(found))
 
@@ -192,14 +180,8 @@ class Client(AtServer):
 
     @in_pieces
     def save(self, keys: Sequence[ChunkKey]) -> Steps[SaveLease]:
-        asked = keys[: wire.MAX_KEYS]
         with self._lock:
-            answer = yield from self._asking(
-                wire.Slots,
-                wire.Save,
-                wire.joined(asked),
-                check=lambda one, at: check_slots(one, len(asked), at.pool.slots),
-            )
+            answer = yield from self._about(keys, wire.Slots, wire.Save, check_slots)
             held = self._hold(answer)
             pool = self.pool
         if answer is None or held is None:
@@ -262,13 +244,7 @@ class Client(AtServer):
                 heard.pass_on(attachment)
 
     def _where(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        asked = keys[: wire.MAX_KEYS]
-        answer = self._ask(
-            wire.Placed,
-            wire.Where,
-            wire.joined(asked),
-            check=lambda one, at: check_placed(one, len(asked), len(at.places)),
-        )
+        answer = whole(self._about(keys, wire.Placed, wire.Where, check_placed))
         return answer.places if answer is not None else ()
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -351,6 +327,19 @@ class Client(AtServer):
                     self._nurse_soon(attachment)
 
     # ---- questions -------------------------------------------------------------------------------
+
+    def _about(
+        self,
+        keys: Sequence[ChunkKey],
+        kind: type[A],
+        question: Callable[..., wire.Message],
+        check: Callable[[A, int, Attachment], None],
+    ) -> Steps[A | None]:
+        """:meth:`_asking` of these chunks. ``check`` is told how many there are."""
+        asked = keys[: wire.MAX_KEYS]
+        return self._asking(
+            kind, question, wire.joined(asked), check=lambda one, at: check(one, len(asked), at)
+        )
 
     def _ask(
         self,
@@ -481,7 +470,7 @@ def _told(asker: Asker) -> tuple[str, int, bool, int]:
 
 
 def _claims(chunks: int) -> Callable[[wire.Claim, Attachment], None]:
-    return lambda claim, at: check_claim(claim, chunks, at.pool.slots, len(at.places))
+    return lambda claim, at: check_claim(claim, chunks, at)
 
 
 def _learn(lease: LoadLease, held: _Held, claim: wire.Claim) -> None:

@@ -28,40 +28,41 @@ def check_number(answer: wire.Numbered, asked: int) -> None:
         raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
 
 
-def check_lookup(answer: wire.LookupReply, chunks: int) -> None:
+def check_lookup(answer: wire.LookupReply, chunks: int, _: Attachment) -> None:
     counts = [count for count, _ in answer.steps]
     if counts != sorted(counts) or counts[-1] > chunks:
         raise wire.WireError(f"runs of {counts} chunks, expected rising numbers up to {chunks}")
 
 
-def check_known(answer: wire.Known, chunks: int) -> None:
+def check_known(answer: wire.Known, chunks: int, _: Attachment) -> None:
     if len(answer.each) != chunks or answer.each.strip(b"\0\1"):
         raise wire.WireError(f"{answer.each[:8].hex()}.. of {chunks} chunks, expected 0 or 1 each")
 
 
-def check_slots(slots: wire.Slots, chunks: int, pool_slots: int) -> None:
+def check_slots(slots: wire.Slots, chunks: int, at: Attachment) -> None:
     if len(slots.places) != len(slots.slots):
         raise wire.WireError(f"{len(slots.slots)} slots for {len(slots.places)} chunks")
     if max(slots.places, default=0) >= max(chunks, 1) or len(set(slots.places)) < len(slots.places):
         raise wire.WireError(f"slots for other chunks than the {chunks} to be saved")
-    _check_in_pool(slots, pool_slots)
+    _check_in_pool(slots, at.pool.slots)
     if len(set(slots.slots)) < len(slots.slots):
         raise wire.WireError("one slot for two chunks to be saved")
 
 
-def check_claim(claim: wire.Claim, chunks: int, pool_slots: int, places: int) -> None:
-    """``chunks`` of the lease that the engine has not been told of, ``places`` that the Welcome
-    named."""
+def check_claim(claim: wire.Claim, chunks: int, at: Attachment) -> None:
+    """``chunks`` of the lease that the engine has not been told of."""
+    places = len(at.places)  # that the Welcome named
     if len(claim.sources) != len(claim.slots):
         raise wire.WireError(f"{len(claim.sources)} sources of {len(claim.slots)} chunks")
     if len(claim.slots) + claim.coming > chunks:
         raise wire.WireError(f"{len(claim.slots)} chunks and {claim.coming} to come, of {chunks}")
     if max(claim.sources, default=0) >= max(places, 1):
         raise wire.WireError(f"a chunk from place {max(claim.sources)} of {places}")
-    _check_in_pool(claim, pool_slots)
+    _check_in_pool(claim, at.pool.slots)
 
 
-def check_placed(placed: wire.Placed, chunks: int, places: int) -> None:
+def check_placed(placed: wire.Placed, chunks: int, at: Attachment) -> None:
+    places = len(at.places)
     if len(placed.places) > chunks:
         raise wire.WireError(f"places of {len(placed.places)} chunks, asked for {chunks}")
     if max(placed.places, default=0) >> places:
