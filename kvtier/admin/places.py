@@ -220,7 +220,6 @@ def is_this_host(name: str) -> bool:
 
 
 def _parts(url: str) -> tuple[str, str, int]:
-    """Raises ConfigError."""
     try:
         parts = urlsplit(url)
         scheme, host, number = parts.scheme, parts.hostname, parts.port

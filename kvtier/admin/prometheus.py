@@ -70,7 +70,6 @@ _FIGURES = (
 
 
 def exposition(stats: Stats) -> bytes:
-    """The text of one scrape (:data:`CONTENT_TYPE`)."""
     registry = CollectorRegistry()
     registry.register(_Scrape(stats))
     return generate_latest(registry)

@@ -182,8 +182,6 @@ class Adaptive:
 
 
 class Orders(NamedTuple):
-    """The orders in which chunks leave the places of one Store."""
-
     ram: PolicyOf = LRU
     lower: PolicyOf = LRU
     """Of each lower tier that is written when a chunk is saved."""

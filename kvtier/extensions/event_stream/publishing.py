@@ -264,7 +264,6 @@ class _Door:
 
 
 def _listen_tcp(address: Address) -> Listener:
-    """Raises OSError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.create_server((address.host, address.port), family=family, backlog=_MOST_CLIENTS)
     sock.setblocking(False)

@@ -44,7 +44,6 @@ class UsesSince(Observer):
         """Number of the newest hint for which too many chunks were used to remember them."""
 
     def hinted(self) -> int:
-        """The number of a hint that came."""
         self._came += 1
         return self._came
 
@@ -136,7 +135,6 @@ class Follower(Observer):
 
     @property
     def waiting(self) -> int:
-        """Number of prompts and hints that wait, or are worked on."""
         return len(self._waiting) + self._working
 
     def _has_room(self, dropped: str) -> bool:

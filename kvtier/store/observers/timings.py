@@ -35,7 +35,6 @@ class Histogram:
 
     @property
     def sums(self) -> list[float]:
-        """Sums of seconds by bucket."""
         return [*self._sums[:PLACES], sum(self._sums[PLACES:])]
 
 

@@ -57,7 +57,6 @@ def _read(value: Value) -> Callable[..., float]:
 
 
 def of_tier(name: str, kind: str, tiers: Callable[[str], bool], value: Value, text: str) -> Figure:
-    """A metric by tier."""
     read = _read(value)
 
     def values(report: SizeClassStatus) -> Mapping[tuple[str, ...], float]:
@@ -67,7 +66,6 @@ def of_tier(name: str, kind: str, tiers: Callable[[str], bool], value: Value, te
 
 
 def of_store(name: str, kind: str, value: Value, text: str) -> Figure:
-    """A metric of the whole Store."""
     read = _read(value)
     return Figure(name, kind, text, (), lambda report: {(): read(report)})
 
@@ -79,14 +77,12 @@ def of_label(
     values: Callable[[SizeClassStatus], Mapping[str, float]],
     text: str,
 ) -> Figure:
-    """A metric by what one label says."""
     return Figure(
         name, kind, text, (label,), lambda report: {(k,): v for k, v in values(report).items()}
     )
 
 
 def of_disk(name: str, kind: str, value: Value, text: str) -> Figure:
-    """A metric by disk, of tiers on several."""
     read = _read(value)
 
     def values(report: SizeClassStatus) -> Mapping[tuple[str, ...], float]:
@@ -225,5 +221,4 @@ def what_if(tier: TierStatus) -> Mapping[str, float]:
 
 
 def seconds(what: str) -> str:
-    """The name of the histogram."""
     return f"{PREFIX}{what}_seconds"
