@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -51,16 +51,16 @@ IN_BOTH = (
 KIND_SIZES = ("2.5%", "5%")
 KIND_POLICIES = (*FIXED, "auto")
 KIND_POLICIES_IN_BOTH = ("lru", "auto")
-_HOURS, _SEED = 2.0, 0
+_HOURS, _SEED, _REQUESTS = 2.0, 0, 4000
 _FLAGS = "--keep-partial"
-_DIGITS = 2
-_COUNTED = ("hits", "saved compute")
 
 
-def parts(file: str, requests: int) -> list[Callable[[], list[Row]]]:
-    """Each makes rows: together a row for each number of the tables, in per cent of the chunks or
-    of the prefill, or in chunks. ``requests``: the first ones of each kind of generated
-    traffic."""
+Found = dict[str, Result]
+"""What was simulated, by its words."""
+
+
+def parts(file: str, requests: int) -> list[Callable[[], Found]]:
+    """``requests``: the first ones of each kind of generated traffic."""
     return [
         *(partial(_in_ram, file, words) for words in IN_RAM),
         *(partial(_in_both, file, words) for words in IN_BOTH),
@@ -68,59 +68,35 @@ def parts(file: str, requests: int) -> list[Callable[[], list[Row]]]:
     ]
 
 
-def measured(file: str, requests: int, jobs: int = 1) -> list[Row]:
-    """The rows of all :func:`parts`. ``jobs``: so many parts at a time, each in a process."""
-    every = parts(file, requests)
-    if jobs == 1:
-        return [row for part in every for row in part()]
+def measured(file: str, requests: int, jobs: int = 1) -> Found:
+    """The results of all :func:`parts`. ``jobs``: so many parts at a time, each in a process."""
     with ProcessPoolExecutor(jobs) as pool:
-        made = [pool.submit(part) for part in every]
-        return [row for each in made for row in each.result()]
+        made = [pool.submit(part) for part in parts(file, requests)]
+        return {name: result for each in made for name, result in each.result().items()}
 
 
-def _hits(name: str, result: Result) -> list[Row]:
-    return [
-        Row(f"{name}: hits", result.percent(result.hits), "%"),
-        Row(f"{name}: saved compute", result.saved_percent, "%"),
-    ]
-
-
-def _in_ram(file: str, words: str) -> list[Row]:
+def _in_ram(file: str, words: str) -> Found:
     cases = _cases(file, f"{words} --ram {' '.join(SIZES)}")
     named = zip(SIZES, cases, strict=True)
-    return [row for size, case in named for row in _hits(f"{words} --ram {size}", case.result)]
+    return {f"{words} --ram {size}": case.result for size, case in named}
 
 
-def _in_both(file: str, words: str) -> list[Row]:
+def _in_both(file: str, words: str) -> Found:
     (case,) = _cases(file, f"{words} {BOTH}")
-    result, name = case.result, f"{words} {BOTH}"
-    return [
-        Row(f"{name}: RAM hits", result.percent(result.ram), "%"),
-        Row(f"{name}: NVMe hits", result.percent(result.lower), "%"),
-        *_hits(name, result),
-        Row(f"{name}: writes", result.writes, "chunks"),
-        Row(
-            f"{name}: writes never read",
-            100 * result.unread / result.writes if result.writes else None,
-            "%",
-        ),
-    ]
+    return {f"{words} {BOTH}": case.result}
 
 
-def _generated(kind: str, requests: int) -> list[Row]:
-    trace, rows = traffic(_HOURS, _SEED, kind=kind)[:requests], list[Row]()
-    every, compute = unique(trace), SavedCompute(BLOCK_TOKENS)
-    for size in KIND_SIZES:
-        for policy in KIND_POLICIES:
-            cache = Cache(max(1, chunks_of(size, every)), policy=policy, compute=compute)
-            rows += _hits(f"{kind}: {policy} --ram {size}", served(trace, cache))
-    ram, nvme = (max(1, chunks_of(size, every)) for size in BOTH.split()[1::2])
-    for policy in KIND_POLICIES_IN_BOTH:
-        found = served(trace, Cache(ram, nvme, policy, compute=compute))
-        name = f"{kind}: {policy} {BOTH}"
-        rows += _hits(name, found)
-        rows.append(Row(f"{name}: writes", found.writes, "chunks"))
-    return rows
+def _generated(kind: str, requests: int) -> Found:
+    trace, compute = traffic(_HOURS, _SEED, kind=kind)[:requests], SavedCompute(BLOCK_TOKENS)
+    every = unique(trace)
+    sizes = [(policy, f"--ram {size}") for size in KIND_SIZES for policy in KIND_POLICIES]
+    sizes += [(policy, BOTH) for policy in KIND_POLICIES_IN_BOTH]
+    made = {}
+    for policy, words in sizes:
+        ram, *lower = (max(1, chunks_of(size, every)) for size in words.split()[1::2])
+        cache = Cache(ram, sum(lower), policy, compute=compute)
+        made[f"{kind}: {policy} {words}"] = served(trace, cache)
+    return made
 
 
 def _cases(file: str, words: str) -> list[Case]:
@@ -129,17 +105,17 @@ def _cases(file: str, words: str) -> list[Case]:
     return simulate.cases(parser.parse_args([file, _FLAGS, *shlex.split(words)]))
 
 
-def shown_in_ram(rows: Mapping[str, float | None]) -> list[list[str]]:
-    """A table of hits and saved compute by the RAM's size. ``rows``: values by their names."""
+def shown_in_ram(found: Found) -> list[list[str]]:
+    """A table of hits and saved compute by the RAM's size."""
     cells = [
         [
             f"`{words}`",
-            *(_pair(rows, f"{words} --ram {size}") for size in SIZES),
+            *(_pair(found, f"{words} --ram {size}") for size in SIZES),
         ]
         for words in IN_RAM
     ]
     regrets = [
-        _regret(rows, [f"--policy {one} --ram {size}" for one in (*FIXED, "auto")])
+        _regret(found, [f"--policy {one} --ram {size}" for one in (*FIXED, "auto")])
         for size in SIZES
     ]
     return [
@@ -150,36 +126,37 @@ def shown_in_ram(rows: Mapping[str, float | None]) -> list[list[str]]:
     ]
 
 
-def _regret(rows: Mapping[str, float | None], names: Sequence[str]) -> tuple[str, str]:
+def _regret(found: Found, names: Sequence[str]) -> tuple[str, str]:
     """Which fixed setting hits most, and by how many points of hits and of saved compute ``auto``
     is below the best of each. ``names``: of the settings' rows, ``auto``'s last."""
-    hits, saved = ([rows[f"{name}: {what}"] or 0.0 for name in names] for what in _COUNTED)
+    hits, saved = zip(*(_counted(found[name]) for name in names), strict=True)
     best = tuple(FIXED)[max(range(len(FIXED)), key=hits.__getitem__)]
     return f"`{best}`", f"{_text(max(hits) - hits[-1])} / {_text(max(saved) - saved[-1])}"
 
 
-def shown_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
+def shown_in_both(found: Found) -> list[list[str]]:
     cells = [
         [
             f"`{words}`",
-            _text(rows[f"{words} {BOTH}: RAM hits"]),
-            _text(rows[f"{words} {BOTH}: NVMe hits"]),
-            _pair(rows, f"{words} {BOTH}"),
-            f"{rows[f'{words} {BOTH}: writes']:,.0f}",
-            f"{rows[f'{words} {BOTH}: writes never read'] or 0:.0f}",
+            _text(one.percent(one.ram)),
+            _text(one.percent(one.lower)),
+            _pair(found, f"{words} {BOTH}"),
+            f"{one.writes:,}",
+            f"{100 * one.unread / max(1, one.writes):.0f}",
         ]
         for words in IN_BOTH
+        for one in [found[f"{words} {BOTH}"]]
     ]
     heads = ["RAM hits, %", "NVMe hits, %", "hits / saved compute, %", "writes", "never read, %"]
     return [[f"`{BOTH}`", *heads], *cells]
 
 
-def shown_kinds(rows: Mapping[str, float | None]) -> list[list[str]]:
+def shown_kinds(found: Found) -> list[list[str]]:
     cells = [
         [
             f"{kind}, {size}",
-            *(_pair(rows, f"{kind}: {policy} --ram {size}") for policy in KIND_POLICIES),
-            *_regret(rows, [f"{kind}: {policy} --ram {size}" for policy in KIND_POLICIES]),
+            *(_pair(found, f"{kind}: {policy} --ram {size}") for policy in KIND_POLICIES),
+            *_regret(found, [f"{kind}: {policy} --ram {size}" for policy in KIND_POLICIES]),
         ]
         for kind in KINDS
         for size in KIND_SIZES
@@ -188,13 +165,13 @@ def shown_kinds(rows: Mapping[str, float | None]) -> list[list[str]]:
     return [["traffic, RAM", *heads], *cells]
 
 
-def shown_kinds_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
+def shown_kinds_in_both(found: Found) -> list[list[str]]:
     names = [[f"{kind}: {policy} {BOTH}" for policy in KIND_POLICIES_IN_BOTH] for kind in KINDS]
     cells = [
         [
             kind,
-            *(_pair(rows, name) for name in own),
-            *(f"{rows[f'{name}: writes']:,.0f}" for name in own),
+            *(_pair(found, name) for name in own),
+            *(f"{found[name].writes:,}" for name in own),
         ]
         for kind, own in zip(KINDS, names, strict=True)
     ]
@@ -202,20 +179,24 @@ def shown_kinds_in_both(rows: Mapping[str, float | None]) -> list[list[str]]:
     return [[f"traffic, `{BOTH}`", *heads, *(f"{head}, writes" for head in heads)], *cells]
 
 
-def with_tables(page: str, rows: Sequence[Row]) -> str:
-    """This page with the tables of these rows between its marks."""
-    values = {row.name: row.value for row in rows}
+def with_tables(page: str, found: Found) -> str:
+    """This page with the tables of these results between its marks."""
     shown = (shown_in_ram, shown_in_both, shown_kinds, shown_kinds_in_both)
-    made = "\n\n".join(table(each(values)) for each in shown)
+    made = "\n\n".join(table(each(found)) for each in shown)
     return replaced("bench/NOTES.md", page, "policies", made)
 
 
-def _pair(rows: Mapping[str, float | None], name: str) -> str:
-    return f"{_text(rows[f'{name}: hits'])} / {_text(rows[f'{name}: saved compute'])}"
+def _counted(result: Result) -> tuple[float, float]:
+    """Per cent of the chunks that were hits, and of the compute that those saved."""
+    return result.percent(result.hits), result.saved_percent
 
 
-def _text(value: float | None) -> str:
-    return "none" if value is None else f"{value:.{_DIGITS}f}"
+def _pair(found: Found, name: str) -> str:
+    return " / ".join(map(_text, _counted(found[name])))
+
+
+def _text(value: float) -> str:
+    return f"{value:.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,19 +204,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("trace", metavar="TRACE")
     parser.add_argument("--output", type=Path, default=Path("bench/results/policies.json"))
     parser.add_argument("--notes", type=Path, default=Path("bench/NOTES.md"))
-    about = "of each kind of generated traffic (default: 4000)"
-    parser.add_argument("--generated", type=int, default=4000, metavar="REQUESTS", help=about)
     about = "processes that measure (default: 1)"
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help=about)
     args = parser.parse_args(argv)
-    rows = measured(args.trace, args.generated, args.jobs)
+    found = measured(args.trace, _REQUESTS, args.jobs)
+    rows = [
+        Row(f"{name}: {what}", value, "%")
+        for name, result in found.items()
+        for what, value in zip(("hits", "saved compute"), _counted(result), strict=True)
+    ]
     print_rows(rows)
     requests = read(args.trace, partial=True).requests
     asked = sum(len(request.run) for request in requests)
     facts = {"requests": len(requests), "chunks": asked, "different": unique(requests)}
     write_results(args.output, "policies", rows, trace=facts)
     text = args.notes.read_text(encoding="utf-8")
-    args.notes.write_text(with_tables(text, rows), encoding="utf-8")
+    args.notes.write_text(with_tables(text, found), encoding="utf-8")
     wrote([args.output, args.notes])
     return 0
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from kvtier.bench import figure
 from kvtier.bench.command import run_command, terminable
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender
 from kvtier.bench.compare.result import HOW, Run, about, rows
@@ -99,8 +98,6 @@ def compare(args: argparse.Namespace, model: Path) -> int:
             write(args, runs, reasons, token_bytes_of(model))
     made = write(args, runs, reasons, token_bytes_of(model))
     print_rows(made)
-    if runs:
-        draw(args, made)
     print(f"Wrote {args.output}")
     return int(any(name.startswith("kvtier") for name in reasons))
 
@@ -117,26 +114,6 @@ def write(
     more: dict[str, Any] = {"workload": shape, "engines": engines, "measures": HOW, "arms": arms}
     write_results(args.output, "compare", made, **more)
     return made
-
-
-def draw(args: argparse.Namespace, rows: Sequence[Row]) -> Path:
-    """The load costs, each of kvtier's arms above those that are compared with it."""
-    costs = {row.name.removesuffix(": load cost"): row for row in rows if row.value is not None}
-    ours = [arm.name for arm in args.arms if arm.name.startswith("kvtier")]
-    groups = [(one, *(peer.name for peer in args.arms if peer.like == one)) for one in ours]
-    shown = [name for group in groups for name in group if name in costs]
-    bars = []
-    for name in shown:
-        cost, ratio = 1000 * (costs[name].value or 0.0), costs[name].ratio
-        times = "" if ratio is None else f"   {ratio:.1f} x kvtier's"
-        colour = figure.GREEN if name in ours else figure.GREY
-        bars.append(figure.Bar({colour: cost}, f"{cost:.0f} ms{times}"))
-    rounds = "1 round" if args.rounds == 1 else f"{args.rounds} rounds"
-    text = f"{args.num_documents} documents of {args.document_length:,} tokens, {rounds}"
-    heads = ("What loading a long document costs", text)
-    about = "Time to first token beyond a hit in vLLM's own cache (less is better)"
-    panel = figure.Panel(about, "milliseconds", bars)
-    return figure.bars(args.output.with_suffix(".png"), heads, shown, [panel])
 
 
 def _run(args: argparse.Namespace, one: Contender, model: Path, last: bool) -> Run:

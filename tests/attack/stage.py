@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ class Felt:
     broken: list[str] = field(default_factory=list)
     """Promises that are not about time, hits or memory."""
 
-    def beyond(self, bound: Bound) -> list[str]:
+    def beyond(self, bound):
         figures = (
             (self.under.p99_ms, bound.p99_ms, "ms, the 99th percentile of what honest ones wait"),
             (self.under.lost, bound.lost, "hits lost"),
@@ -66,7 +66,7 @@ class Attack:
     run: Callable[[Stage], None]
     bound: Bound = Bound()
 
-    def felt(self, folder: Path) -> Felt:
+    def felt(self, folder):
         with ExitStack() as stack:
             stage = Stage(stack, folder)
             try:
@@ -79,7 +79,7 @@ class Attack:
 
 
 class Stage:
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
+    def __init__(self, stack, folder):
         self.stack, self.folder = stack, folder
         self.felt = Felt()
         self._away = False
@@ -88,18 +88,18 @@ class Stage:
         given = {"ram_bytes": RAM_BYTES} | settings
         return self.stack.enter_context(AdminServer(self.folder, *listen, own_python=True, **given))
 
-    def visit(self, server: AdminServer, namespace: str = "") -> None:
+    def visit(self, server, namespace=""):
         """The honest client saves its prompt and leaves. It must find it when it comes back."""
         with Honest(str(server.socket), namespace) as honest:
             self.must(honest.missed == CHUNKS, "a prompt was there before it was saved")
         self._away = True
 
     @contextmanager
-    def attack(self, server: AdminServer, namespace: str = "") -> Iterator[None]:
+    def attack(self, server, namespace=""):
         """The attack happens in this context, beside the honest client."""
         over = threading.Event()
 
-        def watched() -> None:
+        def watched():
             while not over.wait(_SAMPLE_S):
                 self.felt.most_mib = max(self.felt.most_mib, memory_mib(server.pid))
 
@@ -119,12 +119,12 @@ class Stage:
             if self._away:
                 self.felt.under.lost += honest.missed
 
-    def must(self, held: object, what: str) -> None:
+    def must(self, held, what):
         if not held:
             self.felt.broken.append(what)
 
 
-def memory_mib(pid: int) -> float:
+def memory_mib(pid):
     """Resident memory that is not shared with anybody, of a process and of those that it started. 0
     when it has ended."""
     try:
@@ -134,7 +134,7 @@ def memory_mib(pid: int) -> float:
     return own_mib(pid) + sum(memory_mib(int(child)) for task in tasks for child in task.split())
 
 
-def own_mib(pid: int) -> float:
+def own_mib(pid):
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -142,6 +142,6 @@ def own_mib(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
-def cpu_s(pid: int) -> float:
+def cpu_s(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100

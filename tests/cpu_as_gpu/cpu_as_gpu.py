@@ -16,14 +16,11 @@ vLLM asks for the platform when ``vllm.platforms.current_platform`` is first use
 core and each worker.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 
-def platform() -> str | None:
+def platform():
     """The name of the platform's class, or None for vLLM's own."""
     if _v2():
         assert os.environ.get("TRITON_INTERPRET") == "1", "to be set before Python starts"
@@ -33,7 +30,7 @@ def platform() -> str | None:
     return "cpu_as_gpu_platform.AsGpu"
 
 
-def patch() -> None:
+def patch():
     """Take torch's version of what the interpreter cannot run, a copy that it runs quickly, and
     tell what runs."""
     if file := os.environ.get("CPU_AS_GPU_TOLD"):
@@ -50,11 +47,11 @@ def patch() -> None:
         mamba_utils._TEMPORAL_TILES = 1
 
 
-def _v2() -> bool:
+def _v2():
     return os.environ.get("CPU_AS_GPU_V2") == "1"
 
 
-def _give_triton_a_backend() -> None:
+def _give_triton_a_backend():
     """Triton has none for CPUs. vLLM looks for one by name only, and the interpreter needs
     none."""
     from triton import backends
@@ -62,21 +59,21 @@ def _give_triton_a_backend() -> None:
 
     class Interpreted:
         @staticmethod
-        def is_active() -> bool:
+        def is_active():
             return False
 
     backends.backends.setdefault("cpu", backends.Backend(compiler=None, driver=Interpreted))
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 
-    def as_bool(mask: Any) -> Any:
+    def as_bool(mask):
         """Drafts by n-gram have masks of integers."""
         return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
 
-    def masked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+    def masked_load(self, pointers, mask, *more):
         return load(self, pointers, as_bool(mask), *more)
 
-    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+    def masked_store(self, pointers, value, mask, *more):
         return store(self, pointers, value, as_bool(mask), *more)
 
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store

@@ -1,15 +1,11 @@
 """What an engine runs, told by its own processes: vLLM turns modes off in silence, so nobody takes
 a configuration's word for it."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 
-def tell(file: Path) -> None:
+def tell(file):
     """From now on each scheduler and each model runner of this process appends a line of JSON to
     ``file``."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -17,7 +13,7 @@ def tell(file: Path) -> None:
 
     make, init_device = Scheduler.__init__, WorkerWrapperBase.init_device
 
-    def made(self: Any, *arguments: Any, **more: Any) -> None:
+    def made(self, *arguments, **more):
         make(self, *arguments, **more)
         config = self.vllm_config
         _append(
@@ -27,7 +23,7 @@ def tell(file: Path) -> None:
             stages=config.parallel_config.pipeline_parallel_size,
         )
 
-    def initialised(self: Any) -> None:
+    def initialised(self):
         init_device(self)
         rooms = {one.__module__ for one in type(self.worker.model_runner).__mro__}
         v2 = any(room.startswith("vllm.v1.worker.gpu.") for room in rooms)
@@ -36,7 +32,7 @@ def tell(file: Path) -> None:
     Scheduler.__init__, WorkerWrapperBase.init_device = made, initialised
 
 
-def _append(file: Path, **line: Any) -> None:
+def _append(file, **line):
     """A short line is written whole, whoever else writes."""
     target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:

@@ -3,7 +3,6 @@ locked memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -61,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=WAYS)
-def place(request: pytest.FixtureRequest) -> Any:
+def place(request):
     """What is said to be locked and is not is copied by the driver through a buffer of its own:
     right, only slower."""
     given = WAYS[request.param]
@@ -69,12 +68,12 @@ def place(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def pool() -> Pool:
+def pool():
     return Pool(8, BLOCKS_PER_CHUNK * ROW_BYTES)
 
 
 @pytest.fixture(params=["locked", "not locked"])
-def pinning(request: pytest.FixtureRequest, pool: Pool) -> Iterator[Pinning]:
+def pinning(request, pool):
     """Of the pool: all of it, or nothing."""
     lane = ManualLane()
     pinning = Pinning(CUDA, lane=lane, piece_bytes=2 * pool.slot_bytes, rest=lambda _: None)
@@ -87,25 +86,25 @@ def pinning(request: pytest.FixtureRequest, pool: Pool) -> Iterator[Pinning]:
     pinning.end(pool.buffer)
 
 
-def locked(pinning: Pinning, pool: Pool) -> bool:
+def locked(pinning, pool):
     return all(pinning.cuts(slot_tensor(pool.view(slot))) is not None for slot in range(pool.slots))
 
 
-def keep_busy() -> None:
+def keep_busy():
     """Queue work on the current stream that is still running when the next call is queued."""
     square = torch.ones(4096, 4096, device="cuda")
     for _ in range(50):
         square = square @ square / 4096
 
 
-def engine(value: int, pinning: Pinning) -> tuple[torch.Tensor, PagedBlocks]:
+def engine(value, pinning):
     cache = torch.full((BLOCKS, ROW_BYTES), value, dtype=torch.uint8, device="cuda")
     return cache, PagedBlocks(
         regions_of({"layer.0": cache}, BLOCKS), BLOCKS_PER_CHUNK, locked=pinning.cuts
     )
 
 
-def test_save_sees_what_the_current_stream_wrote_before_it(pool: Pool, pinning: Pinning) -> None:
+def test_save_sees_what_the_current_stream_wrote_before_it(pool, pinning):
     cache, paged = engine(1, pinning)
     part = slot_tensor(pool.view(0))
     keep_busy()
@@ -116,7 +115,7 @@ def test_save_sees_what_the_current_stream_wrote_before_it(pool: Pool, pinning: 
     assert bool((part == 2).all())
 
 
-def test_saved_blocks_may_be_overwritten_at_once(pool: Pool, pinning: Pinning) -> None:
+def test_saved_blocks_may_be_overwritten_at_once(pool, pinning):
     cache, paged = engine(1, pinning)
     parts = [slot_tensor(pool.view(slot)) for slot in range(8)]
 
@@ -129,7 +128,7 @@ def test_saved_blocks_may_be_overwritten_at_once(pool: Pool, pinning: Pinning) -
     assert bool((cache == 9).all())
 
 
-def test_what_follows_a_load_that_is_done_sees_it(pool: Pool, pinning: Pinning) -> None:
+def test_what_follows_a_load_that_is_done_sees_it(pool, pinning):
     cache, paged = engine(1, pinning)
     part = slot_tensor(pool.view(0))
     part.fill_(9)
@@ -143,7 +142,7 @@ def test_what_follows_a_load_that_is_done_sees_it(pool: Pool, pinning: Pinning) 
     assert copy.seconds
 
 
-def test_load_waits_for_earlier_readers_of_its_blocks(pool: Pool, pinning: Pinning) -> None:
+def test_load_waits_for_earlier_readers_of_its_blocks(pool, pinning):
     cache, paged = engine(3, pinning)
     part = slot_tensor(pool.view(0))
     part.fill_(9)
@@ -155,7 +154,7 @@ def test_load_waits_for_earlier_readers_of_its_blocks(pool: Pool, pinning: Pinni
     assert int(total) == 3 * BLOCKS_PER_CHUNK * ROW_BYTES
 
 
-def test_a_copy_is_done_when_its_stream_got_there_and_not_before(pool, pinning) -> None:
+def test_a_copy_is_done_when_its_stream_got_there_and_not_before(pool, pinning):
     _, paged = engine(1, pinning)
     keep_busy()
     copy = paged.save([(slot_tensor(pool.view(0)), 0, CHUNK)])
@@ -165,7 +164,7 @@ def test_a_copy_is_done_when_its_stream_got_there_and_not_before(pool, pinning) 
     assert copy.done()
 
 
-def test_a_region_can_be_locked_again_after_its_end(pool: Pool) -> None:
+def test_a_region_can_be_locked_again_after_its_end(pool):
     lane = ManualLane()
     pinning = Pinning(CUDA, lane=lane, rest=lambda _: None)
     for _ in range(2):
@@ -175,7 +174,7 @@ def test_a_region_can_be_locked_again_after_its_end(pool: Pool) -> None:
         pinning.end(pool.buffer)
 
 
-def test_a_lane_locks_while_copies_run_and_a_refusal_harms_nothing(pool: Pool) -> None:
+def test_a_lane_locks_while_copies_run_and_a_refusal_harms_nothing(pool):
     first, second = (Pinning(CUDA, piece_bytes=pool.slot_bytes) for _ in range(2))
     _, paged = engine(4, first)
     part = slot_tensor(pool.view(7))
@@ -196,20 +195,20 @@ def test_a_lane_locks_while_copies_run_and_a_refusal_harms_nothing(pool: Pool) -
 # ---- launches, staging memory, addresses ---------------------------------------------------------
 
 
-def layers(count: int = 28, row: int = 4096, blocks: int = 2048) -> PagedBlocks:
+def layers(count=28, row=4096, blocks=2048):
     """32k tokens in blocks of 16, in one allocation."""
     cache = torch.zeros(count, blocks, row, dtype=torch.uint8, device=CUDA)
     regions = regions_of({f"layer.{index}": one for index, one in enumerate(cache)}, blocks)
     return PagedBlocks(regions, 16, locked=lambda _: ())
 
 
-def copier(paged: PagedBlocks) -> StagedCopier:
+def copier(paged):
     assert isinstance(paged._copier, StagedCopier)
     return paged._copier
 
 
 @pytest.mark.parametrize("way", ["save", "load"])
-def test_32k_tokens_take_64_launches_at_most(way: str) -> None:
+def test_32k_tokens_take_64_launches_at_most(way):
     pytest.importorskip("triton", exc_type=ImportError)
     paged = layers()
     part = torch.zeros(paged.block_bytes * 16, dtype=torch.uint8).pin_memory()
@@ -228,7 +227,7 @@ def test_32k_tokens_take_64_launches_at_most(way: str) -> None:
         assert seen.copies == 128 + 1, "one for the block ids"
 
 
-def test_staging_memory_is_what_the_budget_says() -> None:
+def test_staging_memory_is_what_the_budget_says():
     before = torch.cuda.memory_allocated()
     cache = torch.zeros(2048, 4096, dtype=torch.uint8, device="cuda")
     engine_bytes = torch.cuda.memory_allocated() - before
@@ -239,7 +238,7 @@ def test_staging_memory_is_what_the_budget_says() -> None:
     assert plan.bytes <= room + (64 << 20), "what is free has changed a little since"
 
 
-def test_layers_more_than_4_gib_apart_are_reached() -> None:
+def test_layers_more_than_4_gib_apart_are_reached():
     if torch.cuda.mem_get_info()[0] < 11 << 30:
         pytest.skip("needs 11 GiB of device memory")
     blocks, row = 300, 16 << 20
@@ -266,7 +265,7 @@ def test_layers_more_than_4_gib_apart_are_reached() -> None:
         ]
 
 
-def test_nothing_is_locked_while_a_graph_is_captured(pool: Pool) -> None:
+def test_nothing_is_locked_while_a_graph_is_captured(pool):
     lane = ManualLane()
     pinning = Pinning(CUDA, lane=lane, piece_bytes=pool.slot_bytes, rest=lambda _: None)
     numbers, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
@@ -286,7 +285,7 @@ def test_nothing_is_locked_while_a_graph_is_captured(pool: Pool) -> None:
     pinning.end(pool.buffer)
 
 
-def test_a_slot_with_other_memory_is_not_copied_from_the_pages_that_the_device_had(pool) -> None:
+def test_a_slot_with_other_memory_is_not_copied_from_the_pages_that_the_device_had(pool):
     lane, slot = ManualLane(), slot_tensor(pool.view(0))
     pinning = Pinning(CUDA, lane=lane, rest=lambda _: None)
     pinning.begin(pool.buffer, pool.slot_bytes, is_lent=True)

@@ -29,11 +29,11 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", layouts.MODES)
 @pytest.mark.parametrize("layout", [one for one in layouts.LAYOUTS if one != layouts.REFUSED])
-def test_every_byte_of_a_block_is_copied_on_the_device(layout: str, mode: str, way: str) -> None:
+def test_every_byte_of_a_block_is_copied_on_the_device(layout, mode, way):
     layouts.copied(layouts.caches_of(layouts.spec_of(mode), layout, "cuda"), WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["NONE", "INT8_PER_TOKEN_HEAD", "NVFP4"])
-def test_what_pads_a_page_is_not_copied_on_the_device(mode: str, way: str) -> None:
+def test_what_pads_a_page_is_not_copied_on_the_device(mode, way):
     layouts.copied(layouts.caches_of(layouts.spec_of(mode, True), "LBHNC", "cuda"), WAYS[way])

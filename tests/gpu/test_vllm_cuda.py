@@ -6,8 +6,6 @@ The scenarios are those of the tests on CPUs, by each attention backend of :data
 a kernel that it would choose.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json
@@ -16,7 +14,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +36,7 @@ PREFILL = {"gdn_prefill_backend": "triton"} if WITHOUT_FLASHINFER else {}
 """Of states: vLLM's choice needs FlashInfer on some GPUs."""
 
 
-def _without_vllm() -> str:
+def _without_vllm():
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -59,10 +56,10 @@ pytestmark = [
 class Engines:
     """Runs scenarios, each in a process of its own, whose output lies in ``folder``."""
 
-    def __init__(self, folder: Path, backend: str) -> None:
+    def __init__(self, folder, backend):
         self.folder, self._backend, self._runs = folder, backend, 0
 
-    def run(self, scenario, model, config, arguments=None, **more) -> Any:
+    def run(self, scenario, model, config, arguments=None, **more):
         """``scenario``: a module of ``tests.integration`` and a name in it. ``config``: kvtier's
         keys; None: without kvtier. ``arguments``: more of the engine's. What the scenario tells."""
         self._runs += 1
@@ -109,7 +106,7 @@ class Engines:
         return told_here | {"replays": found["replays"]}
 
 
-def _short(found: dict[str, Any]) -> dict[str, Any]:
+def _short(found):
     """What is worth reading of a run that went well."""
     names = ("facts", "drafted", "tokens", "preemptions")
     answers = found["told"] if isinstance(found["told"], dict) else {}
@@ -118,28 +115,28 @@ def _short(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(params=BACKENDS)
-def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Engines:
+def engines(request, tmp_path):
     return Engines(tmp_path, request.param)
 
 
-def model(folder: Path, preset: str) -> Path:
+def model(folder, preset):
     return make_model(folder / "models" / preset, preset)
 
 
 RAM = {"chunk_tokens": CHUNK, "ram_bytes": "64MiB"}
 
 
-def part(answers: list[dict[str, Any]], name: str) -> list[Any]:
+def part(answers, name):
     return [answer[name] for answer in answers]
 
 
-def assert_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+def assert_same(some, others):
     """To the bit."""
     for name in ("tokens", "logprobs"):
         assert part(some, name) == part(others, name)
 
 
-def assert_as_own(told: dict[str, Any], hit: int | None = HIT) -> None:
+def assert_as_own(told, hit=HIT):
     """What only kvtier had is what vLLM's own prefix cache gave, from a hit of the same length."""
     assert_same(told["warm"], told["own"])
     assert part(told["warm"], "cached") == part(told["own"], "cached")
@@ -149,7 +146,7 @@ def assert_as_own(told: dict[str, Any], hit: int | None = HIT) -> None:
     assert warm > own
 
 
-def test_hits_from_ram_and_after_a_restart_from_nvme(engines: Engines) -> None:
+def test_hits_from_ram_and_after_a_restart_from_nvme(engines):
     """As an engine without kvtier answers, too: cold, and from its own prefix cache."""
     tiny = model(engines.folder, "tiny")
     disk = {"nvme_path": engines.folder / "nvme", "nvme_bytes": "64MiB"}
@@ -164,7 +161,7 @@ def test_hits_from_ram_and_after_a_restart_from_nvme(engines: Engines) -> None:
     assert_same(restarted["cold"], restarted["own"])
 
 
-def test_a_prefix_of_many_times_ram_comes_back_in_parts_after_a_restart(engines: Engines) -> None:
+def test_a_prefix_of_many_times_ram_comes_back_in_parts_after_a_restart(engines):
     """RAM has room for four or eight of its 32 chunks, by the size of a number."""
     tiny, tokens = model(engines.folder, "tiny"), 32 * 32
     disk = {"nvme_path": engines.folder / "nvme", "nvme_bytes": "64MiB", "chunk_tokens": 32}
@@ -177,13 +174,13 @@ def test_a_prefix_of_many_times_ram_comes_back_in_parts_after_a_restart(engines:
 
 
 @pytest.mark.parametrize("preset", ["tiny", "swa"])
-def test_a_hit_is_that_of_vllms_own_prefix_cache(engines: Engines, preset: str) -> None:
+def test_a_hit_is_that_of_vllms_own_prefix_cache(engines, preset):
     """Full attention; windows beside it."""
     made = model(engines.folder, preset)
     assert_as_own(engines.run("mode_scenarios one_prompt", made, RAM)["answers"])
 
 
-def test_a_preempted_request_resumes_right(engines: Engines) -> None:
+def test_a_preempted_request_resumes_right(engines):
     tiny = model(engines.folder, "tiny")
     told = engines.run("mode_scenarios preemption", tiny, RAM, TEST_BLOCKS="22")
     assert told["preemptions"] > 0
@@ -197,13 +194,13 @@ def test_a_preempted_request_resumes_right(engines: Engines) -> None:
         assert warm["logprobs"] == pytest.approx(own["logprobs"], abs=ROUNDING)
 
 
-def test_drafts_by_eagle(engines: Engines) -> None:
+def test_drafts_by_eagle(engines):
     told = engines.run("mode_scenarios eagle", model(engines.folder, "tiny"), RAM)
     assert told["tokens"]["draft"] > 0
     assert_as_own(told["answers"])
 
 
-def test_cuda_graphs_are_replayed_beside_copies(engines: Engines) -> None:
+def test_cuda_graphs_are_replayed_beside_copies(engines):
     """While the pool is still being page-locked: capturing must bear it."""
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2]}
     told = engines.run(
@@ -217,7 +214,7 @@ def test_cuda_graphs_are_replayed_beside_copies(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["life", "drafts"])
-def test_states_come_back_with_and_without_drafts_of_their_own(engines, scenario) -> None:
+def test_states_come_back_with_and_without_drafts_of_their_own(engines, scenario):
     """Qwen3-Next's states beside full attention, and its MTP layer beside them: the answers are
     those of an engine without kvtier that drafts alike."""
     made = model(engines.folder, "qwen3next")

@@ -10,8 +10,6 @@ byte for byte. At the end nothing of anybody may be left.
 Prints one line of JSON. Exit status 1 when a promise was broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -48,12 +46,12 @@ BURST = 200
 class Judged:
     """Counts the frames that the server's decoders accept or refuse."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.frames = self.refused = 0
         inner = self.inner = Inbox.next
         """Without being counted."""
 
-        def counting(inbox: Any) -> Any:
+        def counting(inbox):
             try:
                 message = inner(inbox)
             except wire.WireError:
@@ -63,21 +61,21 @@ class Judged:
             self.frames += message is not None
             return message
 
-        Inbox.next = counting  # type: ignore[method-assign, assignment]
+        Inbox.next = counting  # type: ignore[method-assign]
 
 
 class Bugs(logging.Handler):
     """Exceptions that the server met."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.ERROR)
         self.seen: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.seen.append(f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}")
 
 
-def corpus(draw: random.Random, union: Any, size: int) -> list[bytes]:
+def corpus(draw, union, size):
     """Frames of a union's messages with fields that often make sense, and damaged copies of
     them."""
     frames = [
@@ -88,7 +86,7 @@ def corpus(draw: random.Random, union: Any, size: int) -> list[bytes]:
     return frames + [damaged(draw, draw.choice(frames)) for _ in range(size // 4)]
 
 
-def calm(draw: random.Random) -> list[bytes]:
+def calm(draw):
     """Questions that a session survives, so that the others meet one in the middle of its work."""
     kinds = [
         wire.LookupCall,
@@ -105,7 +103,7 @@ def calm(draw: random.Random) -> list[bytes]:
     return [wire.frame(message(draw, draw.choice(kinds), odd=False)) for _ in range(2000)]
 
 
-def message(draw: random.Random, kind: Any, odd: bool = True) -> wire.Message:
+def message(draw, kind, odd=True):
     keys = LAYOUT.keys([draw.randrange(3) for _ in range(draw.randrange(6))])
     fields: dict[str, Any] = {
         "keys": draw.randbytes(draw.randrange(90))
@@ -128,7 +126,7 @@ def message(draw: random.Random, kind: Any, odd: bool = True) -> wire.Message:
     return made
 
 
-def damaged(draw: random.Random, frame: bytes) -> bytes:
+def damaged(draw, frame):
     bad = bytearray(frame)
     for _ in range(draw.randint(1, 3)):
         bad[draw.randrange(len(bad))] = draw.randrange(256)
@@ -138,7 +136,7 @@ def damaged(draw: random.Random, frame: bytes) -> bytes:
 class Attack:
     """Connections, one after the other, until enough frames were judged."""
 
-    def __init__(self, draw: random.Random, listeners: list[Any], judged: Judged) -> None:
+    def __init__(self, draw, listeners, judged):
         self._draw = draw
         self._judged = judged
         self._unix, self._tcp = (listener.address for listener in listeners)
@@ -156,12 +154,12 @@ class Attack:
         ]
         self.connections = 0
 
-    async def run(self, frames: int) -> None:
+    async def run(self, frames):
         while self._judged.frames < frames:
             await self.connect()
             self.connections += 1
 
-    async def connect(self) -> None:
+    async def connect(self):
         draw, loop = self._draw, asyncio.get_running_loop()
         stream = draw.random() < 0.3
         cache_server = stream and draw.random() < 0.5
@@ -181,9 +179,7 @@ class Attack:
                 sent = sent[len(self._hellos[stream]) :]
             await self._talk(loop, sock, sent)
 
-    async def _welcomed(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, greeting: bytes
-    ) -> None:
+    async def _welcomed(self, loop, sock, greeting):
         """Past the greeting. Descriptors that are passed are closed by not being received."""
         await loop.sock_sendall(sock, greeting)
         inbox: Inbox[wire.Message] = Inbox(wire.Challenge | wire.Welcome | wire.Refused)
@@ -193,9 +189,7 @@ class Attack:
                 if not isinstance(message, wire.Challenge):
                     return
 
-    async def _talk(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, sent: bytes
-    ) -> None:
+    async def _talk(self, loop, sock, sent):
         """Say it in two pieces and listen until the server has nothing more to say, or half close
         in the middle."""
         cut = self._draw.randint(0, len(sent))
@@ -211,12 +205,12 @@ class Attack:
             pass
 
 
-async def behave(address: Address) -> None:
+async def behave(address):
     """A client that behaves: its chunks are served, byte for byte."""
     from kvtier.client.client import Client
     from kvtier.client.connect import ServerAccess
 
-    def talk() -> None:
+    def talk():
         client = Client(
             ServerAccess(address, hello(bytes([7]) * 32, SLOT, stream=False, client="good")), 5.0
         )
@@ -236,7 +230,7 @@ async def behave(address: Address) -> None:
     await asyncio.to_thread(talk)
 
 
-async def fuzz(frames: int, seed: int) -> dict[str, Any]:
+async def fuzz(frames, seed):
     judged, bugs = Judged(), Bugs()
     logging.getLogger().addHandler(bugs)
     logging.getLogger("kvtier").setLevel(logging.ERROR)
@@ -247,7 +241,7 @@ async def fuzz(frames: int, seed: int) -> dict[str, Any]:
         unix = listen_unix(Address(f"{folder}/run/sock", "", 0))
         tcp = listen_tcp(Address("", "127.0.0.1", 0), token=False, tls=None, insecure=True)
 
-        def opened(slot_bytes: int, lent: bool = False) -> Store:
+        def opened(slot_bytes, lent=False):
             if lent:
                 raise ConfigError(f"slots of {slot_bytes} bytes beside those of {SLOT}")
             return store
@@ -277,12 +271,12 @@ async def fuzz(frames: int, seed: int) -> dict[str, Any]:
     }
 
 
-def memory_kib() -> int:
+def memory_kib():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0])
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

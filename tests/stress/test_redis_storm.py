@@ -1,8 +1,6 @@
 """RedisTier under load while its server hangs, dies and comes back empty: it forgets, never lies,
 and heals."""
 
-from __future__ import annotations
-
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +8,6 @@ from itertools import count
 
 import pytest
 
-from kvtier.tiers.redis.tier import RedisTier
 from tests.clock import Clock
 from tests.redis_server import RedisServer, impatient
 from tests.tier_chunks import KEYS, chunk, holds
@@ -22,7 +19,7 @@ BLOWS = 30
 SHORT_S = 0.05
 
 
-def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes() -> None:
+def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes():
     """Every read is compared byte by byte (:func:`holds`). At the end the tier works and nothing is
     left behind."""
     clock = Clock()
@@ -53,12 +50,12 @@ def test_a_storm_of_stops_and_crashes_never_gives_wrong_bytes() -> None:
 class Load:
     """Lanes that write, read, find and delete. Each owns two keys and reads all."""
 
-    def __init__(self, tier: RedisTier) -> None:
+    def __init__(self, tier):
         self.tier = tier
         self.over = threading.Event()
         self.served = [0] * LANES
 
-    def lane(self, number: int) -> None:
+    def lane(self, number):
         for turn in count():
             if self.over.is_set():
                 return
@@ -71,7 +68,7 @@ class Load:
             if turn % 3 == 0:
                 self.tier.delete(key)
 
-    def await_service(self, clock: Clock) -> None:
+    def await_service(self, clock):
         """Let time pass for the breakers until chunks are served again."""
         before = sum(self.served)
         while sum(self.served) < before + 20:
@@ -79,7 +76,7 @@ class Load:
             self.over.wait(0.001)
 
 
-def strike(server: RedisServer, dice: random.Random) -> None:
+def strike(server, dice):
     blow = dice.choice(["hang", "crash", "evict"])
     if blow == "hang":
         server.pause()

@@ -73,16 +73,14 @@ STUCK_TESTS = (
 FULL = Extent(100_000, 100_000, 50_000, 50_000, 1_000_000, 5_000, 100_000, 20_000, ("--full",))
 
 
-def _told(
-    suite: str, unit: str, module: str, *words: str, cases: str, faults: str, broken: str
-) -> Finding:
+def _told(suite, unit, module, *words, cases, faults, broken):
     """A suite in a process of its own, with the names that its figures have there."""
     told = asked(f"tests.{module}", *words)
     figures = told[cases], unit, told.get("seeds", 1), told[faults], told[broken]
     return Finding(suite, *figures, detail=told)
 
 
-def simulation(extent: Extent) -> Finding:
+def simulation(extent):
     """Store, Directory, leases, lanes and tiers under a scheduler of faults and deaths."""
     told = asked("tests.trust.simulation", "--seeds", str(extent.seeds))
     deaths = sum(told["events"].get(name, 0) for name in ("crashes", "power cuts", "engines died"))
@@ -92,27 +90,27 @@ def simulation(extent: Extent) -> Finding:
     return Finding("simulation", *figures, detail=detail)
 
 
-def _damaged(where: str, tally: corruption.Tally) -> Finding:
+def _damaged(where, tally):
     figures = tally.cases, "damaged chunks", 1, tally.bits, tally.violations
     return Finding(f"corruption: {where}", *figures)
 
 
-def corrupt_nvme(extent: Extent) -> Finding:
+def corrupt_nvme(extent):
     with tempfile.TemporaryDirectory(prefix="kvtier-trust-") as folder:
         return _damaged("NVMe", corruption.nvme(Path(folder), extent.nvme_bits))
 
 
-def corrupt_redis(extent: Extent) -> Finding:
+def corrupt_redis(extent):
     if shutil.which("redis-server") is None:
         return Finding("corruption: Redis", detail={"skipped": "there is no redis-server"})
     return _damaged("Redis", corruption.redis(extent.redis_bits))
 
 
-def corrupt_objects(extent: Extent) -> Finding:
+def corrupt_objects(extent):
     return _damaged("objects", corruption.objects(extent.object_bits))
 
 
-def kills(extent: Extent) -> Finding:
+def kills(extent):
     """kill -9 of servers and engines under load."""
     if shutil.which("redis-server") is None:
         return Finding("kill -9", detail={"skipped": "there is no redis-server"})
@@ -120,13 +118,13 @@ def kills(extent: Extent) -> Finding:
                  cases="restarts", faults="kills", broken="violations")  # fmt: skip
 
 
-def cuts(extent: Extent) -> Finding:
+def cuts(extent):
     """Power cuts on what the NVMe tier has written."""
     return _told("power cuts", "images", "trust.power", "--cuts", str(extent.cuts),
                  cases="cuts", faults="sectors", broken="violations")  # fmt: skip
 
 
-def stuck_parts(extent: Extent) -> Finding:
+def stuck_parts(extent):
     """Tiers, servers and whole stores whose backends, disks, clients or descriptors fail them."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *STUCK_TESTS]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -139,13 +137,13 @@ def stuck_parts(extent: Extent) -> Finding:
     return Finding("stuck parts", cases, "tests", 0, cases + len(failed), violations)
 
 
-def stuck(extent: Extent) -> Finding:
+def stuck(extent):
     """A real engine whose Redis is paused, slow, dead or flapping."""
     return _told("stuck, real engine", "questions", "trust.stuck",
                  cases="questions", faults="faults", broken="missed")  # fmt: skip
 
 
-def engines(extent: Extent) -> Finding:
+def engines(extent):
     """vLLM's own schedulers with both halves of the connector, over a fake model whose KV is
     checked at every read. Also those of the newest vLLM, where ``make vllm-next`` has brought it,
     in a quarter of the steps."""
@@ -167,21 +165,21 @@ def engines(extent: Extent) -> Finding:
     return finding
 
 
-def wire(extent: Extent) -> Finding:
+def wire(extent):
     """Frames at random against a live server."""
     words = "--frames", str(extent.frames), "--seed", "1"
     return _told("wire fuzz", "frames", "stress.fuzz_wire", *words,
                  cases="frames", faults="refused", broken="bugs")  # fmt: skip
 
 
-def parsers(extent: Extent) -> Finding:
+def parsers(extent):
     """Anything at all to whatever reads what others wrote, and how much of that code it reached."""
     told = asked("tests.trust.fuzzed")
     figures = told["tests"], "properties", 0, told["tests"], fuzzed.violations(told)
     return Finding("fuzz", *figures, detail=told)
 
 
-def defects(extent: Extent) -> Finding:
+def defects(extent):
     """Mutants of the product, each of which a suite must notice."""
     told = asked("tests.trust.mutants", "--jobs", "2", *extent.mutants)
     violations = [f"survived: {name}" for name in told["survivors"]]
@@ -206,7 +204,7 @@ SUITES: dict[str, Callable[[Extent], Finding]] = {
 NOT_IN_A_SLICE = {"stuck"}
 
 
-def asked(module: str, *words: str, first: Path | None = None) -> dict[str, Any]:
+def asked(module, *words, first=None):
     """The last line a suite in a process of its own prints: one object of JSON. ``first``: a folder
     whose modules are imported before all others."""
     command = [sys.executable, "-m", module, *words]
@@ -219,7 +217,7 @@ def asked(module: str, *words: str, first: Path | None = None) -> dict[str, Any]
     return told
 
 
-def table(findings: list[Finding]) -> str:
+def table(findings):
     """For people."""
     head = ("suite", "cases", "", "seeds", "faults", "violations", "seconds")
     lines = ["{:20} {:>12} {:15} {:>8} {:>10} {:>11} {:>8}".format(*head)]
@@ -232,7 +230,7 @@ def table(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def rows(findings: list[Finding]) -> list[Row]:
+def rows(findings):
     """For the results file."""
     return [
         row
@@ -245,7 +243,7 @@ def rows(findings: list[Finding]) -> list[Row]:
     ]
 
 
-def main() -> int:
+def main():
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

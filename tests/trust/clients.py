@@ -1,25 +1,15 @@
 """The engines of the simulation: clients that save, load, hold leases long, forget, clear and
 die."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout, fingerprint
-from kvtier.core.pool import Pool
+from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.segments import Setting
-from kvtier.store.lease import LoadLease, SaveLease
-from kvtier.store.lower.lower_tier import TierSpec
+from kvtier.store.lease import LoadLease
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.trust.scheduler import Dead, Process, ViolationError
-
-if TYPE_CHECKING:
-    from tests.trust.simulation import Simulation
 
 SLOT = 2 * PAGE_BYTES
 LAYOUT = ChunkLayout(fingerprint({"model": "simulation"}), 1, 1, (SLOT,))
@@ -42,18 +32,12 @@ FRESH = [LAYOUT.keys([100 + number]) for number in range(8)]
 
 
 @lru_cache(maxsize=256)
-def right(key: ChunkKey) -> bytes:
+def right(key):
     """The only bytes that may ever be served for the key."""
     return bytes(content(key, SLOT))
 
 
-def opened(
-    pool: Pool,
-    places: Sequence[TierSpec],
-    setting: Setting,
-    clock: Callable[[], float],
-    share: float | None = None,
-) -> Store:
+def opened(pool, places, setting, clock, share=None):
     """A Store with the orders of ``policy: auto``, which keep this setting and learn nothing."""
     adaptive = Adaptive()
     store = Store(pool, places, adaptive.orders()._replace(adaptive=None), share, clock=clock)
@@ -65,12 +49,12 @@ def opened(
 class Client:
     """One client: its open leases and what it does next."""
 
-    def __init__(self, simulation: Simulation, number: int) -> None:
+    def __init__(self, simulation, number):
         self.sim, self.world, self.number = simulation, simulation.world, number
         self.loads: list[LoadLease] = []
         self.process: Process | None = None
 
-    def run(self) -> None:
+    def run(self):
         rng = self.world.rng
         for _ in range(rng.randint(4, 20)):
             self.world.sleep(rng.choice((0.0, 0.0, 0.03, 0.3)))
@@ -97,7 +81,7 @@ class Client:
                 raise
         self._drop_all()
 
-    def save(self, store: Store) -> None:
+    def save(self, store):
         keys, rng = self.sim.run_of_keys(), self.world.rng
         with self.call("save", len(keys)):
             lease = store.save(keys, self.sim.owner(self.number))
@@ -120,7 +104,7 @@ class Client:
         finally:
             self.sim.filling -= slots
 
-    def fill(self, lease: SaveLease) -> None:
+    def fill(self, lease):
         """In two halves, so that whoever reads too early reads a torn chunk."""
         for key, view in zip(lease.keys, lease.views(), strict=True):
             view[:] = b"\xdd" * SLOT
@@ -129,7 +113,7 @@ class Client:
             self.world.step(None, "fill, half")
             view[SLOT // 2 :] = right(key)[SLOT // 2 :]
 
-    def load(self, store: Store) -> None:
+    def load(self, store):
         keys, rng = self.sim.run_of_keys(), self.world.rng
         with self.call("load", len(keys)):
             lease = store.load(keys, rng.choice((0, 0, 1)), self.sim.owner(self.number))
@@ -153,7 +137,7 @@ class Client:
         if rng.random() < 0.75:
             self.close(lease)
 
-    def look(self, store: Store) -> None:
+    def look(self, store):
         keys = self.sim.run_of_keys()
         with self.call("lookup", len(keys)):
             ready, coming = store.lookup(keys).progress
@@ -165,7 +149,7 @@ class Client:
         ):
             raise ViolationError(f"lookup of {ready} + {coming} of {len(keys)} chunks")
 
-    def drop(self, store: Store) -> None:
+    def drop(self, store):
         """Let go of one lease, or die with all."""
         if self.world.rng.random() < 0.3:
             self.sim.events["engines died"] += 1
@@ -173,7 +157,7 @@ class Client:
         elif self.loads:
             self.close(self.loads[0])
 
-    def erase(self, store: Store) -> None:
+    def erase(self, store):
         keys = self.sim.run_of_keys()
         if self.world.rng.random() < 0.2:
             with self.call("clear", 64):
@@ -183,7 +167,7 @@ class Client:
                 store.invalidate(keys[-1:], self.sim.owner(self.number) or None)
         self.sim.events["erased"] += 1
 
-    def close(self, lease: LoadLease) -> None:
+    def close(self, lease):
         if lease in self.sim.loads:
             self.sim.verify(lease)
             self.sim.loads.remove(lease)
@@ -191,17 +175,17 @@ class Client:
         with self.call("close", len(lease.keys)):
             lease.close()
 
-    def let_go(self) -> None:
+    def let_go(self):
         for lease in list(self.loads):
             self.close(lease)
 
-    def _drop_all(self) -> None:
+    def _drop_all(self):
         """The server they were from is no more."""
         self.sim.loads = [lease for lease in self.sim.loads if lease not in self.loads]
         self.loads.clear()
 
     @contextmanager
-    def call(self, name: str, keys: int) -> Iterator[None]:
+    def call(self, name, keys):
         task = self.world.current
         before, bound = task.steps, 12 + 6 * keys
         self.world.say(name)

@@ -8,9 +8,7 @@ leads to, how many sectors a power cut takes, how many frames of a flood are ref
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 _ALL = ("cases", "seeds", "faults")
 EXACT: Mapping[str, tuple[str, ...]] = {
@@ -25,7 +23,7 @@ EXACT: Mapping[str, tuple[str, ...]] = {
 MEND = "make trust && python -m kvtier.bench.readme"
 
 
-def differences(measured: Iterable[Mapping[str, Any]], file: Path) -> list[str]:
+def differences(measured, file):
     """Where a run is not what ``file`` tells, in words. At the end the command that mends it.
     ``measured``: suites as they stand in such a file. One that was skipped here is not compared."""
     told = {

@@ -11,15 +11,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.testing.check_tier import content
-from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
 
@@ -39,7 +36,7 @@ class Tally:
     bits: int = 0
     violations: list[str] = field(default_factory=list)
 
-    def expect(self, holds: bool, words: str) -> None:
+    def expect(self, holds, words):
         if not holds:
             self.violations.append(words)
 
@@ -47,19 +44,19 @@ class Tally:
 class Reader:
     """Reads a tier's chunks and books what came: right, missed or wrong."""
 
-    def __init__(self, tally: Tally, keys: Sequence[ChunkKey], size: int) -> None:
+    def __init__(self, tally, keys, size):
         self.tally, self.keys, self.size = tally, keys, size
         self.right = {key: bytes(content(key, size)) for key in keys}
         self._into = memoryview(bytearray(size))
 
-    def read(self, tier: Tier, key: ChunkKey) -> bool:
+    def read(self, tier, key):
         held = bool(tier.read(key, self._into))
         self.tally.expect(
             not held or self._into == self.right[key], f"{tier.name} serves wrong bytes"
         )
         return held
 
-    def expect_lost(self, tier: Any, lost: Iterable[int], what: str) -> None:
+    def expect_lost(self, tier, lost, what):
         """Exactly these are missed, each counted once. A second look finds them gone, and they can
         be written anew."""
         gone = set(lost)
@@ -89,7 +86,7 @@ class Reader:
 class Place:
     """A folder with a full tier, cleanly closed, and a copy to start every case from."""
 
-    def __init__(self, folder: Path, tally: Tally) -> None:
+    def __init__(self, folder, tally):
         self.tally = tally
         self.keys = ChunkLayout(bytes(32), 1, 1, (SLOT,)).keys(range(SLOTS))
         self.reader = Reader(tally, self.keys, SLOT)
@@ -99,19 +96,19 @@ class Place:
             tier.write(key, content(key, SLOT))
         tier.close(self.keys)
 
-    def restore(self) -> None:
+    def restore(self):
         shutil.rmtree(self.path, ignore_errors=True)
         shutil.copytree(self.sound, self.path)
 
     @contextmanager
-    def opened(self, room: int = ROOM) -> Iterator[NvmeTier]:
+    def opened(self, room=ROOM):
         tier = NvmeTier(self.path, room, SLOT, direct=False)
         try:
             yield tier
         finally:
             tier.close()
 
-    def flip(self, name: str, bits: Iterable[int]) -> None:
+    def flip(self, name, bits):
         """Turn over bits, each given by its place in the file."""
         with (self.path / name).open("r+b", buffering=0) as file:
             for bit in bits:
@@ -120,11 +117,11 @@ class Place:
                 self.tally.bits += 1
 
 
-def record_at(slot: int) -> int:
+def record_at(slot):
     return PAGE_BYTES + slot * RECORD_BYTES
 
 
-def nvme(folder: Path, payload_bits: int, seed: int = 0) -> Tally:
+def nvme(folder, payload_bits, seed=0):
     """All of it, on real files in ``folder``."""
     tally = Tally()
     place = Place(folder, tally)
@@ -137,7 +134,7 @@ def nvme(folder: Path, payload_bits: int, seed: int = 0) -> Tally:
     return tally
 
 
-def every_bit_of_the_superblock(place: Place) -> None:
+def every_bit_of_the_superblock(place):
     """Costs every chunk, and leaves an empty tier that works."""
     for bit in range(SUPERBLOCK_BYTES * 8):
         place.restore()
@@ -152,7 +149,7 @@ def every_bit_of_the_superblock(place: Place) -> None:
             place.tally.expect(tier.counts["misses"] == 1, f"superblock bit {bit}: not counted")
 
 
-def every_bit_of_the_records(place: Place) -> None:
+def every_bit_of_the_records(place):
     """Bit ``32 * turn + slot`` in the record of each slot, first of the even slots, then of the odd
     ones."""
     for turn in range(RECORD_BYTES * 8 // SLOTS):
@@ -166,7 +163,7 @@ def every_bit_of_the_records(place: Place) -> None:
                 place.reader.expect_lost(tier, chosen, f"records, turn {turn}")
 
 
-def random_bits_of_payloads(place: Place, bits: int, draw: random.Random) -> None:
+def random_bits_of_payloads(place, bits, draw):
     place.restore()
     with place.opened() as tier:
         for turn in range(-(-bits // (SLOTS // 2))):
@@ -184,7 +181,7 @@ def random_bits_of_payloads(place: Place, bits: int, draw: random.Random) -> Non
             )
 
 
-def truncated_files(place: Place) -> None:
+def truncated_files(place):
     index_bytes = table_bytes(SLOTS)
     cuts = [(INDEX, size) for size in [0, 1, 47, 48, 4095, *range(PAGE_BYTES, index_bytes, 96)]]
     cuts += [(PAYLOAD, size) for size in range(0, SLOTS * SLOT, 1999)]
@@ -199,8 +196,8 @@ def truncated_files(place: Place) -> None:
             place.reader.expect_lost(tier, range(max(0, kept), SLOTS), f"{name} cut to {size}")
 
 
-def swapped_and_stale(place: Place) -> None:
-    def exchange(name: str, first: int, second: int, size: int) -> None:
+def swapped_and_stale(place):
+    def exchange(name, first, second, size):
         data = bytearray((place.path / name).read_bytes())
         data[first : first + size], data[second : second + size] = (
             data[second : second + size],
@@ -240,7 +237,7 @@ def swapped_and_stale(place: Place) -> None:
             place.reader.expect_lost(tier, range(8), f"{name} is stale")
 
 
-def foreign_files(place: Place) -> None:
+def foreign_files(place):
     pages: dict[str, Callable[[], bytes]] = {
         "version": lambda: Superblock(
             SLOT, SLOTS, 1, clean=True, version=FORMAT_VERSION + 1
@@ -293,10 +290,10 @@ def foreign_files(place: Place) -> None:
 class Damage:
     """What is hurt behind a tier's back: the tier must lose it, and count it."""
 
-    def __init__(self, reader: Reader, tier: Any) -> None:
+    def __init__(self, reader, tier):
         self.reader, self.tier = reader, tier
 
-    def hurt(self, where: Iterable[int], what: str, count: str) -> None:
+    def hurt(self, where, what, count):
         chunks = list(where)
         before = self.tier.counts[count]
         self.reader.expect_lost(self.tier, chunks, what)
@@ -304,7 +301,7 @@ class Damage:
             self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}"
         )
 
-    def ended(self, whose: str) -> None:
+    def ended(self, whose):
         """All damage was a miss, and none of it a fault of the service."""
         self.reader.tally.expect(
             self.tier.counts["failed_reads"] == 0 and not self.tier.open_breakers,
@@ -319,18 +316,14 @@ class Damage:
 REDIS_CHUNK, REDIS_PART, REDIS_CHUNKS = 300, 128, 64
 
 
-def redis(payload_bits: int, seed: int = 0) -> Tally:
+def redis(payload_bits, seed=0):
     """All of it, on a redis-server of its own."""
     from kvtier.tiers.redis.layout import HEADER_BYTES, Form
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.tier import RedisTier
     from tests.child_process import DEADLINE_S
-    from tests.redis_server import (
-        RedisServer,
-    )
-    from tests.tier_chunks import (
-        NAMESPACE,
-    )
+    from tests.redis_server import RedisServer
+    from tests.tier_chunks import NAMESPACE
 
     tally, draw = Tally(), random.Random(seed)
     form = Form("kvtier", NAMESPACE, REDIS_PART)
@@ -363,12 +356,12 @@ def redis(payload_bits: int, seed: int = 0) -> Tally:
 class RedisDamage(Damage):
     """Hurts values behind a tier's back and looks what it makes of them."""
 
-    def __init__(self, reader: Reader, form: Any, tier: Any, admin: Any) -> None:
+    def __init__(self, reader, form, tier, admin):
         super().__init__(reader, tier)
         self.admin = admin
         self.names = [form.names(key, REDIS_CHUNK) for key in reader.keys]
 
-    def flip(self, where: dict[int, tuple[int, int]], what: str) -> None:
+    def flip(self, where, what):
         """``where``: chunk -> which of its values, which bit of it."""
         chosen = [(self.names[index][value], bit) for index, (value, bit) in where.items()]
         old = self.admin.mget([name for name, _ in chosen])
@@ -379,7 +372,7 @@ class RedisDamage(Damage):
         self.reader.tally.bits += len(chosen)
         self.hurt(where, what, "corrupt")
 
-    def values(self) -> None:
+    def values(self):
         """Every value of a chunk truncated to every other length, longer, swapped, lost. Headers of
         other chunks."""
         admin, names = self.admin, self.names
@@ -401,16 +394,12 @@ class RedisDamage(Damage):
         self.hurt([5], "parts swapped", "corrupt")
 
 
-def foreign_names(
-    tally: Tally, admin: Any, servers: Any, form: Any, keys: Sequence[ChunkKey]
-) -> None:
+def foreign_names(tally, admin, servers, form, keys):
     """Another version's and another model's chunks under names of their own: not seen, not
     touched."""
     from kvtier.tiers.redis.layout import Form
     from kvtier.tiers.redis.tier import RedisTier
-    from tests.tier_chunks import (
-        NAMESPACE,
-    )
+    from tests.tier_chunks import NAMESPACE
 
     other_form = Form("kvtier", NAMESPACE[::-1], REDIS_PART)
     other = RedisTier(servers, other_form, 1 << 20, REDIS_CHUNK)
@@ -433,7 +422,7 @@ def foreign_names(
 OBJECT_CHUNK, OBJECT_CHUNKS = 300, 64
 
 
-def objects(payload_bits: int, seed: int = 0) -> Tally:
+def objects(payload_bits, seed=0):
     """All of it, on a store in memory."""
     from kvtier.extensions.objects.tier import ObjectTier
     from kvtier.tiers.away.object_layout import HEADER_BYTES
@@ -465,19 +454,19 @@ def objects(payload_bits: int, seed: int = 0) -> Tally:
 class ObjectDamage(Damage):
     """Hurts objects behind a tier's back and looks what it makes of them."""
 
-    def __init__(self, reader: Reader, form: Any, tier: Any, bucket: Any) -> None:
+    def __init__(self, reader, form, tier, bucket):
         super().__init__(reader, tier)
         self.bucket = bucket
         self.names = [form.name(key) for key in reader.keys]
 
-    def stored(self, index: int) -> bytes:
+    def stored(self, index):
         (size,) = (size for name, size, _ in self.listed() if name == self.names[index])
         return bytes(self.bucket.get(self.names[index], size))
 
-    def listed(self) -> Any:
+    def listed(self):
         return self.bucket.listed("")
 
-    def flip(self, where: dict[int, int], what: str) -> None:
+    def flip(self, where, what):
         """``where``: chunk -> which bit of its object."""
         for index, bit in where.items():
             data = bytearray(self.stored(index))
@@ -486,7 +475,7 @@ class ObjectDamage(Damage):
             self.reader.tally.bits += 1
         self.hurt(where, what, "corrupt")
 
-    def whole(self) -> None:
+    def whole(self):
         """Objects truncated to every other length, longer, of other chunks, empty, and lost."""
         sound = self.stored(0)
         for length in range(0, len(sound), 7):
@@ -503,7 +492,7 @@ class ObjectDamage(Damage):
         self.hurt([6], "an object lost", "misses")
 
 
-def foreign_objects(tally: Tally, bucket: Any, form: Any, keys: Sequence[ChunkKey]) -> None:
+def foreign_objects(tally, bucket, form, keys):
     """Another version's and another model's objects under names of their own: not seen, not
     touched."""
     from kvtier.extensions.objects.tier import ObjectTier

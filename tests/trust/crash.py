@@ -31,17 +31,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvtier.assemble import assemble
 from kvtier.config.keys import Config
-from kvtier.core.chunk import PAGE_BYTES, ChunkKey, fingerprint
+from kvtier.core.chunk import PAGE_BYTES, fingerprint
 from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
@@ -88,7 +86,7 @@ class Toll:
     violations: list[str] = field(default_factory=list)
 
 
-def on_disk(folder: Path) -> set[ChunkKey]:
+def on_disk(folder):
     """Keys of the records in a tier's files that nobody has open. AssertionError if one of them is
     not whole."""
     table = (folder / INDEX_NAME).read_bytes()[PAGE_BYTES:]
@@ -104,7 +102,7 @@ def on_disk(folder: Path) -> set[ChunkKey]:
     return set(records.keys)
 
 
-def settings(folder: Path, redis: RedisServer, moment: str = "save") -> dict[str, Any]:
+def settings(folder, redis, moment="save"):
     """Configuration keys of a place. ``moment``: when chunks are written to NVMe."""
     writes = {"nvme_write_limit": 1 << 50} if moment == "evict" else {}
     return writes | {
@@ -120,14 +118,14 @@ def settings(folder: Path, redis: RedisServer, moment: str = "save") -> dict[str
 class Served:
     """A server and two engines."""
 
-    def __init__(self, folder: Path, redis: RedisServer, draw: random.Random, toll: Toll) -> None:
+    def __init__(self, folder, redis, draw, toll):
         self.folder, self.draw, self.toll = folder, draw, toll
         self.server = ServerProcess(folder, **settings(folder, redis, draw.choice(MOMENTS)))
         self.server.start()
         self.engines = [self._engine() for _ in range(2)]
         self.open_files = 0
 
-    def strike(self) -> None:
+    def strike(self):
         (blow,) = self.draw.choices(
             (self.kill_server, self.kill_engine, self.kill_engines), (5, 4, 1)
         )
@@ -136,7 +134,7 @@ class Served:
         self.draw.choice(self.engines).hear(self.draw.randint(1, MOST_LETTERS))
         blow()
 
-    def kill_server(self) -> None:
+    def kill_server(self):
         self.server.kill()
         self.toll.kills["server"] += 1
         files = self.folder / "nvme" / f"slots-{SLOT}"
@@ -161,7 +159,7 @@ class Served:
         self.toll.restarts += 1
         self.toll.recovered["server"] += len(held)
 
-    def kill_engine(self) -> None:
+    def kill_engine(self):
         which = self.draw.randrange(len(self.engines))
         self.engines[which].kill()
         self.toll.kills["engine of a server"] += 1
@@ -169,7 +167,7 @@ class Served:
         with attached(self.server.access()) as client:
             client.check()
 
-    def kill_engines(self) -> None:
+    def kill_engines(self):
         """And look what is left of them."""
         for engine in self.engines:
             engine.kill()
@@ -190,7 +188,7 @@ class Served:
         )
         self.engines = [self._engine() for _ in range(2)]
 
-    def end(self) -> None:
+    def end(self):
         self.kill_engines()
         for engine in self.engines:
             engine.kill()
@@ -206,25 +204,25 @@ class Served:
         }
         assert files_in(self.folder) == left, f"left: {files_in(self.folder)}"
 
-    def abandon(self) -> None:
+    def abandon(self):
         """After a violation."""
         for kill in [engine.kill for engine in self.engines] + [self.server.kill]:
             with suppress(AssertionError, OSError, ValueError):
                 kill()
 
-    def _engine(self) -> Engine:
+    def _engine(self):
         return Engine(self.server.socket, self.draw.randrange(1 << 30))
 
 
 class Alone:
     """An engine with a store of its own."""
 
-    def __init__(self, folder: Path, redis: RedisServer, draw: random.Random, toll: Toll) -> None:
+    def __init__(self, folder, redis, draw, toll):
         self.folder, self.redis, self.draw, self.toll = folder, redis, draw, toll
         self.config = settings(folder, redis, draw.choice(MOMENTS))
         self.engine = self._engine()
 
-    def strike(self) -> None:
+    def strike(self):
         """Kill it. Open its store and compare everything every other time."""
         self.engine.hear_until(self.draw.choice((b"h", b"s", b"c")))
         self.engine.hear(self.draw.randint(1, MOST_LETTERS))
@@ -237,19 +235,19 @@ class Alone:
         self.toll.restarts += 1
         self.engine = self._engine()
 
-    def end(self) -> None:
+    def end(self):
         self.engine.kill()
         self._open_and_compare(on_disk(self.folder / "nvme"))
         assert files_in(self.folder) == {f"nvme/{INDEX_NAME}", f"nvme/{SLOTS_NAME}"}, str(
             files_in(self.folder)
         )
 
-    def abandon(self) -> None:
+    def abandon(self):
         """After a violation."""
         with suppress(AssertionError, OSError):
             self.engine.kill()
 
-    def _open_and_compare(self, held: set[ChunkKey]) -> None:
+    def _open_and_compare(self, held):
         with self.redis.admin() as admin:
             wait_for(
                 lambda: admin.info("clients")["connected_clients"] == 1,
@@ -272,11 +270,11 @@ class Alone:
             closed = store.close()
         assert closed, "the store did not close"
 
-    def _engine(self) -> Engine:
+    def _engine(self):
         return Engine(self.config, self.draw.randrange(1 << 30))
 
 
-def descriptors(pid: int) -> list[tuple[int, str]]:
+def descriptors(pid):
     """Inode and name of all that a process has open."""
     folder, opened = Path(f"/proc/{pid}/fd"), []
     for number in os.listdir(folder):
@@ -285,11 +283,11 @@ def descriptors(pid: int) -> list[tuple[int, str]]:
     return opened
 
 
-def files_in(folder: Path) -> set[str]:
+def files_in(folder):
     return {str(each.relative_to(folder)) for each in folder.rglob("*") if not each.is_dir()}
 
 
-def redis_is_whole(redis: RedisServer, form: Form) -> None:
+def redis_is_whole(redis, form):
     """Every chunk that has a header has all its parts, and they are what its key stands for."""
     with redis.admin() as admin:
         headers = [
@@ -303,9 +301,7 @@ def redis_is_whole(redis: RedisServer, form: Form) -> None:
             )
 
 
-def campaign(
-    folder: Path, servers: Sequence[RedisServer], seed: int, kills: int, toll: Toll
-) -> None:
+def campaign(folder, servers, seed, kills, toll):
     """Until ``kills`` more have died, or a promise was broken. Each place has a Redis of its
     own."""
     draw, wanted, places = random.Random(seed), toll.kills.total() + kills, list[Served | Alone]()
@@ -328,9 +324,7 @@ def campaign(
             place.abandon()
 
 
-def many(
-    kills: int, seed: int = 0, at_once: int = 60, told: Callable[[str], object] = lambda text: None
-) -> Toll:
+def many(kills, seed=0, at_once=60, told=lambda text: None):
     """Campaigns of ``at_once`` kills, each in a folder of its own and on a Redis of its own."""
     toll = Toll()
     for turn in range(-(-kills // at_once)):
@@ -345,7 +339,7 @@ def many(
     return toll
 
 
-def main() -> int:
+def main():
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -7,19 +7,14 @@ or, rarely, a mix of two - so unsynced writes are lost, torn and reordered in ev
 do it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
-import random
 import stat
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-from tests.trust.scheduler import Process, World
+from tests.trust.scheduler import Process
 
 SECTOR = 512
 _FIRST_NUMBER = 1 << 20
@@ -29,19 +24,19 @@ _NUMBERS = count(_FIRST_NUMBER)
 class SimFile:
     """Bytes, and what each sector that is not durable yet has held since it was."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.data = bytearray()
         self.unsynced: dict[int, list[bytes]] = {}
         self.locked_by: Process | None = None
 
-    def write(self, at: int, data: bytes) -> None:
+    def write(self, at, data):
         for sector in range(at // SECTOR, -(-(at + len(data)) // SECTOR)):
             self.unsynced.setdefault(sector, []).append(
                 bytes(self.data[sector * SECTOR : (sector + 1) * SECTOR])
             )
         self.data[at : at + len(data)] = data
 
-    def resize(self, size: int) -> None:
+    def resize(self, size):
         """At once durable."""
         del self.data[size:]
         self.data.extend(bytes(size - len(self.data)))
@@ -49,7 +44,7 @@ class SimFile:
             sector: held for sector, held in self.unsynced.items() if (sector + 1) * SECTOR <= size
         }
 
-    def power_cut(self, rng: random.Random, keep: float) -> int:
+    def power_cut(self, rng, keep):
         """Lose unsynced sectors, each kept with probability ``keep``. Returns how many
         are not what was written last."""
         lost = 0
@@ -69,7 +64,7 @@ class SimFile:
 
 
 class Handle:
-    def __init__(self, folder: str, file: SimFile | None, process: Process | None) -> None:
+    def __init__(self, folder, file, process):
         self.folder, self.file, self.process = folder, file, process
 
 
@@ -77,32 +72,32 @@ class SimDisk:
     """Files by folder and name, and the ``os`` and ``fcntl`` that reach them. The medium outlives
     processes. Each folder is a disk: ``fates`` has those that fail, hang or vanish as a whole."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.files: dict[tuple[str, str], SimFile] = {}
         self.handles: dict[int, Handle] = {}
         self.fates: dict[str, str] = {}
         self.lost_sectors = 0
 
-    def power_cut(self) -> None:
+    def power_cut(self):
         rng = self.world.rng
         keep = rng.choice((0.1, 0.5, 0.9))
         self.lost_sectors += sum(file.power_cut(rng, keep) for file in self.files.values())
 
-    def rot(self) -> None:
+    def rot(self):
         """A bit of a stored payload or record turns over."""
         rng = self.world.rng
         for file in self.files.values():
             if len(file.data) > 4096 and self.world.fault("bit rot"):
                 file.data[rng.randrange(4096, len(file.data))] ^= 1 << rng.randrange(8)
 
-    def strike(self, folder: str) -> None:
+    def strike(self, folder):
         fate = self.world.rng.choice(("fails", "hangs", "vanishes"))
         self.world.say(f"{folder} {fate}")
         self.world.injected[f"a disk {fate}"] += 1
         self.fates[folder] = fate
 
-    def mend(self, folder: str) -> None:
+    def mend(self, folder):
         self.world.say(f"{folder} is well")
         if self.fates.pop(folder) == "vanishes" and self.world.rng.random() < 0.5:
             self.world.injected["a disk comes back empty"] += 1
@@ -110,7 +105,7 @@ class SimDisk:
 
     # ---- os --------------------------------------------------------------------------------------
 
-    def _handle(self, fd: int, what: str) -> SimFile:
+    def _handle(self, fd, what):
         handle = self.handles[fd]
         self.world.io(handle.process, what)
         if handle.file is None:
@@ -124,7 +119,7 @@ class SimDisk:
             raise OSError(errno.EIO, "simulated")
         return handle.file
 
-    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def open(self, path, flags, mode=0o777, *, dir_fd=None):
         number, process = next(_NUMBERS), self.world.making
         if dir_fd is None:
             self.handles[number] = Handle("", None, process)  # the null device
@@ -141,19 +136,19 @@ class SimDisk:
         self.handles[number] = Handle(folder, file, process)
         return number
 
-    def close(self, fd: int) -> None:
+    def close(self, fd):
         """The folder is a real one, its files are not."""
         self.handles.pop(fd, None)
         if fd < _FIRST_NUMBER:
             os.close(fd)
 
-    def dup2(self, fd: int, fd2: int, inheritable: bool = True) -> int:
+    def dup2(self, fd, fd2, inheritable=True):
         if (closed := self.handles[fd2].file) is not None:
             closed.locked_by = None
         self.handles[fd2].file = self.handles[fd].file
         return fd2
 
-    def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+    def pwritev(self, fd, parts, at):
         """In two halves, with steps between: the memory is read when the bytes go, as a device does
         it."""
         self.world.current.failed = False  # of several disks another one may have failed before
@@ -174,7 +169,7 @@ class SimDisk:
         world.io(process, "disk written")
         return size
 
-    def preadv(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+    def preadv(self, fd, parts, at):
         file, world, process = self._handle(fd, "disk read"), self.world, self.handles[fd].process
         if world.fault("disk read fails"):
             raise OSError(errno.EIO, "simulated")
@@ -192,7 +187,7 @@ class SimDisk:
             parts[0][world.rng.randrange(parts[0].nbytes)] ^= 2
         return done // 2 if world.fault("disk read short") else done
 
-    def pwrite(self, fd: int, data: bytes | memoryview, at: int) -> int:
+    def pwrite(self, fd, data, at):
         file, world = self._handle(fd, "record write"), self.world
         if world.fault("record write fails"):
             world.current.failed = True
@@ -203,30 +198,30 @@ class SimDisk:
         file.write(at, bytes(data))
         return len(data)
 
-    def pread(self, fd: int, size: int, at: int) -> bytes:
+    def pread(self, fd, size, at):
         return bytes(self._handle(fd, "record read").data[at : at + size])
 
-    def fdatasync(self, fd: int) -> None:
+    def fdatasync(self, fd):
         file = self._handle(fd, "sync")
         if self.world.fault("sync fails"):
             raise OSError(errno.EIO, "simulated")
         file.unsynced.clear()
 
-    def ftruncate(self, fd: int, size: int) -> None:
+    def ftruncate(self, fd, size):
         self._handle(fd, "truncate").resize(size)
 
-    def posix_fallocate(self, fd: int, at: int, size: int) -> None:
+    def posix_fallocate(self, fd, at, size):
         file = self._handle(fd, "reserve")
         if self.world.fault("disk full", 0.3):
             raise OSError(errno.ENOSPC, "simulated")
         file.resize(max(len(file.data), at + size))
 
-    def fstat(self, fd: int) -> Any:
+    def fstat(self, fd):
         if fd < _FIRST_NUMBER:
             return os.fstat(fd)
         return self._state(self.handles[fd].file)
 
-    def stat(self, path: Any, *, follow_symlinks: bool = True) -> SimpleNamespace:
+    def stat(self, path, *, follow_symlinks=True):
         """Of a folder, or of a file in it."""
         place = Path(path)
         folder = place.parent if place.suffix else place
@@ -235,7 +230,7 @@ class SimDisk:
             raise FileNotFoundError(errno.ENOENT, "simulated", str(path))
         return self._state(file)
 
-    def _state(self, file: SimFile | None) -> SimpleNamespace:
+    def _state(self, file):
         size = len(file.data) if file else 0
         return SimpleNamespace(
             st_size=size,
@@ -247,13 +242,13 @@ class SimDisk:
             st_ino=id(file),
         )
 
-    def fchmod(self, fd: int, mode: int) -> None:
+    def fchmod(self, fd, mode):
         """They have that mode."""
 
-    def fstatvfs(self, fd: int) -> SimpleNamespace:
+    def fstatvfs(self, fd):
         return SimpleNamespace(f_bavail=1 << 30, f_blocks=1 << 31, f_frsize=1)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         """Constants and what is no I/O."""
         return getattr(os, name)
 
@@ -261,7 +256,7 @@ class SimDisk:
 
     LOCK_EX, LOCK_NB = 2, 4
 
-    def flock(self, fd: int, flags: int) -> None:
+    def flock(self, fd, flags):
         owner, file = self.handles[fd].process, self.handles[fd].file
         assert file is not None
         if file.locked_by is not None and file.locked_by is not owner and not file.locked_by.dead:

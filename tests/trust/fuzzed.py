@@ -10,15 +10,12 @@ Prints one object of JSON on its last line: ``tests``, ``failed``, and percent o
 by part.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 FUZZ_TESTS = (
     "tests/property/test_config_fuzz.py",
@@ -44,7 +41,7 @@ LEAST_PERCENT = 70.0
 """What is left are the halves that write, and that open connections."""
 
 
-def fuzzed() -> dict[str, Any]:
+def fuzzed():
     """Run the tests. Returns what they reached."""
     with tempfile.TemporaryDirectory(prefix="kvtier-fuzzed-") as folder:
         data, told = f"--data-file={folder}/data", Path(folder) / "told.json"
@@ -66,7 +63,7 @@ def fuzzed() -> dict[str, Any]:
     }
 
 
-def violations(told: dict[str, Any]) -> list[str]:
+def violations(told):
     """Tests that failed, and parts that were hardly reached."""
     low = [
         f"{part}: {percent} % reached"

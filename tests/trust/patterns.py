@@ -12,11 +12,9 @@ from __future__ import annotations
 import ast
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 Code = ast.expr | list[ast.stmt]
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,13 +40,11 @@ class _Place:
     """What stood for each ``...``."""
 
     @property
-    def begins_at(self) -> tuple[int, str, int | None]:
+    def begins_at(self):
         return id(self.above), self.name, self.begin
 
 
-def parsed(
-    pattern: str, replacement: str
-) -> tuple[ast.expr, ast.expr] | tuple[list[ast.stmt], ...]:
+def parsed(pattern, replacement):
     """Both as expressions, or both as statements.
 
     Raises:
@@ -60,7 +56,7 @@ def parsed(
         return ast.parse(pattern).body, ast.parse(replacement).body
 
 
-def is_any(statement: object) -> bool:
+def is_any(statement):
     """Whether it is ``...``."""
     return (
         isinstance(statement, ast.Expr)
@@ -69,7 +65,7 @@ def is_any(statement: object) -> bool:
     )
 
 
-def _same(wanted: object, given: object, met: list[list[ast.stmt]]) -> bool:
+def _same(wanted, given, met):
     """Whether one piece of code is what a pattern's piece says."""
     if isinstance(wanted, list):
         if not isinstance(given, list):
@@ -89,7 +85,7 @@ def _same(wanted: object, given: object, met: list[list[ast.stmt]]) -> bool:
     return type(wanted) is type(given) and wanted == given
 
 
-def _places(root: ast.AST, wanted: Code) -> Iterator[_Place]:
+def _places(root, wanted):
     """All of them below ``root``."""
     for above in ast.walk(root):
         for name, value in ast.iter_fields(above):
@@ -109,15 +105,15 @@ def _places(root: ast.AST, wanted: Code) -> Iterator[_Place]:
 class _Filled(ast.NodeTransformer):
     """``...`` becomes what it stood for."""
 
-    def __init__(self, met: Sequence[list[ast.stmt]]) -> None:
+    def __init__(self, met):
         self._met = iter(met)
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
+    def visit_Expr(self, node):
         return next(self._met, []) if is_any(node) else node
 
 
 @contextmanager
-def _replacing(place: _Place, replacement: Code) -> Iterator[None]:
+def _replacing(place, replacement):
     """The tree has the replacement in it meanwhile."""
     into = getattr(place.above, place.name)
     if place.begin is None:
@@ -140,7 +136,7 @@ def _replacing(place: _Place, replacement: Code) -> Iterator[None]:
         into[:] = before
 
 
-def _named(tree: ast.Module, name: str) -> list[Definition]:
+def _named(tree, name):
     """The definitions with this name in a module. The module's own is empty."""
     found: list[Definition] = [tree]
     for part in filter(None, name.split(".")):
@@ -153,7 +149,7 @@ def _named(tree: ast.Module, name: str) -> list[Definition]:
     return found
 
 
-def _defined_in(definition: Definition) -> Iterator[Definition]:
+def _defined_in(definition):
     """The definitions right inside, below conditions as well."""
     waiting: list[ast.AST] = list(ast.iter_child_nodes(definition))
     while waiting:
@@ -164,7 +160,7 @@ def _defined_in(definition: Definition) -> Iterator[Definition]:
             waiting.extend(ast.iter_child_nodes(node))
 
 
-def _all_named(definition: Definition, prefix: str) -> Iterator[str]:
+def _all_named(definition, prefix):
     yield prefix
     for each in _defined_in(definition):
         assert not isinstance(each, ast.Module)
@@ -172,7 +168,7 @@ def _all_named(definition: Definition, prefix: str) -> Iterator[str]:
 
 
 @cache
-def definitions(package: Path) -> dict[str, set[tuple[str, str]]]:
+def definitions(package):
     """Each name that a definition of this package may be called by -> what it may mean: a file,
     relative to the package, and the definition's name in it."""
     found: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
@@ -184,7 +180,7 @@ def definitions(package: Path) -> dict[str, set[tuple[str, str]]]:
     return dict(found)
 
 
-def _add(found: defaultdict[str, set[tuple[str, str]]], package: Path, path: Path) -> None:
+def _add(found, package, path):
     file = path.relative_to(package)
     if "__pycache__" in file.parts:
         return
@@ -196,7 +192,7 @@ def _add(found: defaultdict[str, set[tuple[str, str]]], package: Path, path: Pat
             found[".".join(parts[first:])].add((str(file), own))
 
 
-def planted(package: Path, where: str, pattern: str, replacement: str) -> tuple[str, str]:
+def planted(package, where, pattern, replacement):
     """The file that has the definition ``where``, relative to ``package``, and its text with the
     replacement in the place of the pattern. Only the definition around it is laid out anew.
 
@@ -212,7 +208,7 @@ def planted(package: Path, where: str, pattern: str, replacement: str) -> tuple[
     return file, replaced(text, name, pattern, replacement)
 
 
-def replaced(text: str, name: str, pattern: str, replacement: str) -> str:
+def replaced(text, name, pattern, replacement):
     """See :func:`planted`. ``name``: of the definition in this module; empty for all of it."""
     tree, above = _tree(text)
     wanted, becomes = parsed(pattern, replacement)
@@ -229,13 +225,13 @@ def replaced(text: str, name: str, pattern: str, replacement: str) -> str:
 
 
 @cache
-def _tree(text: str) -> tuple[ast.Module, dict[ast.AST, ast.AST]]:
+def _tree(text):
     """A module, and what each node of it lies in."""
     tree = ast.parse(text)
     return tree, {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def _statements(above: Mapping[ast.AST, ast.AST], place: _Place) -> tuple[list[ast.stmt], int, int]:
+def _statements(above, place):
     """The statements of a module or of a class, as a list with begin and count, that have the
     place in them."""
     node = place.above
@@ -249,7 +245,7 @@ def _statements(above: Mapping[ast.AST, ast.AST], place: _Place) -> tuple[list[a
     return owner.body, owner.body.index(node), 1
 
 
-def _spliced(text: str, first: ast.stmt, last: ast.stmt, now: Sequence[ast.stmt]) -> str:
+def _spliced(text, first, last, now):
     lines = text.split("\n")
     heads = getattr(first, "decorator_list", [])
     begin = min(each.lineno for each in (first, *heads)) - 1

@@ -34,7 +34,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -82,46 +81,46 @@ class Recorder:
     device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: list[Step] = []
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(os, name)
 
-    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def open(self, path, flags, mode=0o777, *, dir_fd=None):
         fd = os.open(path, flags, mode, dir_fd=dir_fd)
         self._names[fd] = Path(path).name
         return fd
 
-    def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+    def pwritev(self, fd, parts, at):
         self._note(Step(self._names[fd], at, b"".join(parts)))
         return os.pwritev(fd, parts, at)
 
-    def pwrite(self, fd: int, data: bytes | memoryview, at: int) -> int:
+    def pwrite(self, fd, data, at):
         self._note(Step(self._names[fd], at, bytes(data)))
         return os.pwrite(fd, data, at)
 
-    def ftruncate(self, fd: int, size: int) -> None:
+    def ftruncate(self, fd, size):
         os.ftruncate(fd, size)
         self._note(Step(self._names[fd], size=size))
 
-    def posix_fallocate(self, fd: int, at: int, size: int) -> None:
+    def posix_fallocate(self, fd, at, size):
         os.posix_fallocate(fd, at, size)
         self._note(Step(self._names[fd], size=max(at + size, os.fstat(fd).st_size)))
 
-    def fdatasync(self, fd: int) -> None:
+    def fdatasync(self, fd):
         os.fdatasync(fd)
         self._note(Step(self._names[fd]))
 
-    def _note(self, step: Step) -> None:
+    def _note(self, step):
         with self._lock:
             self.steps.append(step)
 
 
 @contextmanager
-def recorded() -> Iterator[Recorder]:
+def recorded():
     """The tier's files, noted."""
     modules: Any = (kvtier.tiers.nvme.files, kvtier.tiers.nvme.folder, kvtier.tiers.own_folder)
     recorder = Recorder()
@@ -134,7 +133,7 @@ def recorded() -> Iterator[Recorder]:
             module.os = os
 
 
-def journal(folder: Path, draw: random.Random) -> list[Step]:
+def journal(folder, draw):
     """All changes of the files in ``folder`` by a store under load, opened a few times."""
     with recorded() as recorder:
         for _ in range(OPENINGS):
@@ -159,12 +158,12 @@ def journal(folder: Path, draw: random.Random) -> list[Step]:
 class Platter:
     """What the device holds after the first steps of a journal, and what of it is certain."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.files = {INDEX_NAME: SimFile(), SLOTS_NAME: SimFile()}
         self._certain: dict[int, ChunkKey] = {}
         """Chunks by slot that a power cut cannot take any more."""
 
-    def do(self, step: Step) -> None:
+    def do(self, step):
         file = self.files[step.file]
         if step.data is not None:
             file.write(step.at, step.data)
@@ -176,15 +175,15 @@ class Platter:
             if not any(each.unsynced for each in self.files.values()):
                 self._certain = self._records()
 
-    def certain(self) -> set[ChunkKey]:
+    def certain(self):
         return set(self._certain.values())
 
-    def cut(self, draw: random.Random) -> tuple[dict[str, SimFile], int]:
+    def cut(self, draw):
         """The files after a power cut now, and how many sectors were lost."""
         left, keep = copy.deepcopy(self.files), draw.choice((0.0, 0.1, 0.5, 0.9))
         return left, sum(file.power_cut(draw, keep) for file in left.values())
 
-    def _doubt(self, name: str, at: int, size: int) -> None:
+    def _doubt(self, name, at, size):
         """A sector that is written again may be left with anything: so may all records in it, and
         its slot."""
         if name == SLOTS_NAME:
@@ -198,7 +197,7 @@ class Platter:
         for slot in slots:
             self._certain.pop(slot, None)
 
-    def _records(self) -> dict[int, ChunkKey]:
+    def _records(self):
         table = bytes(self.files[INDEX_NAME].data[PAGE_BYTES:])
         records = read_records(memoryview(table), min(SLOTS, len(table) // RECORD_BYTES), SLOT)
         return dict(zip(records.slots.tolist(), records.keys, strict=True))
@@ -217,24 +216,22 @@ class Damage:
 
 
 @lru_cache(maxsize=1024)
-def right(key: ChunkKey) -> bytes:
+def right(key):
     return bytes(content(key, SLOT))
 
 
 class Said(logging.Handler):
     """The tier's own words."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.INFO)
         self.lines: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def examine(
-    folder: Path, files: dict[str, SimFile], certain: set[ChunkKey], damage: Damage, said: Said
-) -> None:
+def examine(folder, files, certain, damage, said):
     """Open the image. AssertionError when a promise is broken."""
     for name, file in files.items():
         (folder / name).touch(0o600)
@@ -272,14 +269,14 @@ def examine(
     damage.counts["superblock cut through"] += not whole
 
 
-def reads(tier: NvmeTier, key: ChunkKey) -> bool:
+def reads(tier, key):
     into = memoryview(bytearray(SLOT))
     held = tier.read(key, into) is True
     assert not held or into == right(key), "wrong bytes are served"
     return held
 
 
-def many(cuts: int, seed: int = 0, at_once: int = 250) -> Damage:
+def many(cuts, seed=0, at_once=250):
     """Cut the power so many times, ``at_once`` in one journal."""
     damage, said = Damage(), Said()
     log = logging.getLogger("kvtier.tiers.nvme")
@@ -296,7 +293,7 @@ def many(cuts: int, seed: int = 0, at_once: int = 250) -> Damage:
     return damage
 
 
-def _cut_one_journal(cuts: int, seed: int, damage: Damage, said: Said) -> None:
+def _cut_one_journal(cuts, seed, damage, said):
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="kvtier-power-") as folder:
         steps = journal(Path(folder) / "run", draw)
@@ -318,7 +315,7 @@ def _cut_one_journal(cuts: int, seed: int, damage: Damage, said: Said) -> None:
                 )
 
 
-def main() -> int:
+def main():
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

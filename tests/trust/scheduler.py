@@ -21,7 +21,6 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 TICK_S = 0.001
 """Virtual seconds that one step takes."""
@@ -41,7 +40,7 @@ class ViolationError(BaseException):
 class Process:
     """What dies together."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
         self.dead = False
 
@@ -49,7 +48,7 @@ class Process:
 class Task:
     """One thread of the simulation."""
 
-    def __init__(self, name: str, process: Process | None, baton: threading.Lock) -> None:
+    def __init__(self, name, process, baton):
         self.name = name
         self.process = process
         self.baton = baton
@@ -70,14 +69,14 @@ class _Runner(threading.Thread):
 
     idle: list[_Runner] = []  # noqa: RUF012 - shared on purpose
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(daemon=True, name="trust")
         self.baton = threading.Lock()
         self.baton.acquire()
         self.job: Callable[[], Task] = lambda: Task("", None, self.baton)
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         while True:
             self.baton.acquire()
             job = self.job
@@ -92,7 +91,7 @@ class _Runner(threading.Thread):
 class World:
     """Tasks, their baton, the clock and the dice. The thread that makes it is the task "main"."""
 
-    def __init__(self, seed: int, *, trace: bool = False) -> None:
+    def __init__(self, seed, *, trace=False):
         self.rng = random.Random(seed)
         self.now = 0.0
         self.steps = 0
@@ -119,13 +118,13 @@ class World:
         self.tasks = [self.main]
 
     @property
-    def making(self) -> Process | None:
+    def making(self):
         """The process of what is made now."""
         return self.opening or self.current.process
 
     # ---- for product code, through the primitives below ------------------------------------------
 
-    def step(self, process: Process | None, what: str) -> None:
+    def step(self, process, what):
         """Somebody else may go now. Raises Dead when ``process`` has died."""
         if self.quiet:
             return
@@ -146,7 +145,7 @@ class World:
             self._switch()
         self._alive(process)
 
-    def io(self, process: Process | None, what: str) -> None:
+    def io(self, process, what):
         """A step in the middle of an I/O."""
         if self.quiet:
             return
@@ -156,7 +155,7 @@ class World:
             raise ViolationError(f"{what}: an engine's call does I/O itself")
         self.step(process, what)
 
-    def fault(self, kind: str, factor: float = 1.0) -> bool:
+    def fault(self, kind, factor=1.0):
         """Does this happen now?"""
         if not self.fault_rate or self.rng.random() >= self.fault_rate * factor:
             return False
@@ -164,11 +163,11 @@ class World:
         self.say(f"fault: {kind}")
         return True
 
-    def sleep(self, seconds: float, process: Process | None = None) -> None:
+    def sleep(self, seconds, process=None):
         self.park(process, seconds)
         self._alive(process)
 
-    def park(self, process: Process | None, timeout: float | None) -> None:
+    def park(self, process, timeout):
         """Let the others run until somebody unparks this task or its time is up."""
         me = self.current
         me.parked, me.parked_in = True, process
@@ -176,17 +175,17 @@ class World:
         self._switch()
         me.parked, me.wake_at = False, _NEVER
 
-    def say(self, what: str) -> None:
+    def say(self, what):
         if self.trace is not None:
             self.trace.append(f"{self.steps:5} {self.now:8.3f} {self.current.name:12} - {what}")
 
     # ---- for the simulation ----------------------------------------------------------------------
 
-    def spawn(self, name: str, body: Callable[[], object], process: Process | None = None) -> Task:
+    def spawn(self, name, body, process=None):
         runner = _Runner.idle.pop() if _Runner.idle else _Runner()
         task = Task(name, process, runner.baton)
 
-        def job() -> Task:
+        def job():
             try:
                 self._alive(process)
                 body()
@@ -200,14 +199,14 @@ class World:
         self.tasks.append(task)
         return task
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process):
         """Nothing of it runs on: who waits in it wakes up to die."""
         process.dead = True
         for task in self.tasks:
             if task.parked and (task.parked_in is process or task.process is process):
                 task.parked = False
 
-    def settle(self, longest_s: float = 10_000.0) -> None:
+    def settle(self, longest_s=10_000.0):
         """Return when every other task waits for something that will not come by itself."""
         until = self.now + longest_s
         while any(
@@ -217,7 +216,7 @@ class World:
                 raise ViolationError("work that never ends")
             self.sleep(1.0)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error):
         if self.failure is None:
             self.failure = error
         self.over = True
@@ -225,7 +224,7 @@ class World:
         for task in self.tasks:
             task.parked = False
 
-    def end(self) -> None:
+    def end(self):
         """Every task unwinds."""
         self.over, self.quiet = True, False
         for task in self.tasks:
@@ -235,7 +234,7 @@ class World:
 
     # ---- the baton -------------------------------------------------------------------------------
 
-    def _alive(self, process: Process | None) -> None:
+    def _alive(self, process):
         if self.current is self.main:
             if self.failure is not None:
                 raise self.failure
@@ -244,7 +243,7 @@ class World:
         if process is not None and process.dead:
             raise Dead
 
-    def _switch(self) -> None:
+    def _switch(self):
         me = self.current
         other = self._pick()
         if other is not me:
@@ -252,7 +251,7 @@ class World:
             other.baton.release()
             me.baton.acquire()
 
-    def _pick(self) -> Task:
+    def _pick(self):
         if self.over:
             return self.tasks[-1]
         ready = [task for task in self.tasks if not task.parked or task.wake_at <= self.now]
@@ -266,7 +265,7 @@ class World:
             return soonest
         return ready[int(self.rng.random() * len(ready))] if len(ready) > 1 else ready[0]
 
-    def _ended(self, task: Task) -> Task:
+    def _ended(self, task):
         """Who gets the baton of a task that is over."""
         self.tasks.remove(task)
         try:
@@ -281,12 +280,12 @@ class World:
 class Lock:
     """threading.Lock. Held across a step it would make others wait: that is a violation."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.process = world.making
         self.owner: Task | None = None
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    def acquire(self, blocking=True, timeout=-1):
         world = self.world
         if world.quiet:
             return True
@@ -300,39 +299,39 @@ class Lock:
         world.current.locks += 1
         return True
 
-    def release(self) -> None:
+    def release(self):
         world = self.world
         if self.owner is not None:
             self.owner.locks -= 1
             self.owner = None
         world.dirty = True
 
-    def locked(self) -> bool:
+    def locked(self):
         return self.owner is not None
 
-    def __enter__(self) -> bool:
+    def __enter__(self):
         return self.acquire()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.release()
 
 
 class Condition:
     """threading.Condition over one of these locks."""
 
-    def __init__(self, world: World, lock: Lock | None = None) -> None:
+    def __init__(self, world, lock=None):
         self.world = world
         self._lock = lock or Lock(world)
         self._waiting: list[Task] = []
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
-    def __enter__(self) -> bool:
+    def __enter__(self):
         return self._lock.acquire()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._lock.release()
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         world, me = self.world, self.world.current
         self._lock.release()
         self._waiting.append(me)
@@ -343,27 +342,27 @@ class Condition:
         self._lock.acquire()
         return notified
 
-    def notify(self, n: int = 1) -> None:
+    def notify(self, n=1):
         for task in self._waiting[:n]:
             task.parked = False
         del self._waiting[:n]
 
-    def notify_all(self) -> None:
+    def notify_all(self):
         self.notify(len(self._waiting))
 
 
 class Thread:
     """threading.Thread: a task of the process that is being made."""
 
-    def __init__(self, world: World, target: Callable[[], object], name: str) -> None:
+    def __init__(self, world, target, name):
         self._world, self._target, self.name = world, target, name
         self._process = world.opening
         self._task: Task | None = None
 
-    def start(self) -> None:
+    def start(self):
         self._task = self._world.spawn(self.name, self._target, self._process)
 
-    def join(self, timeout: float | None = None) -> None:
+    def join(self, timeout=None):
         world = self._world
         until = _NEVER if timeout is None else world.now + timeout
         while self._task in world.tasks and world.now < until:
@@ -374,15 +373,15 @@ class Event:
     """threading.Event over a condition. Its timeouts never pass: who does something once a minute
     for ever would keep the world from settling."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self._changed, self._is_set = Condition(world), False
 
-    def set(self) -> None:
+    def set(self):
         with self._changed:
             self._is_set = True
             self._changed.notify_all()
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         with self._changed:
             return self._is_set or self._changed.wait(None)
 
@@ -390,37 +389,37 @@ class Event:
 class Threading:
     """What the product's modules find under the name ``threading``."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self._world = world
 
-    def Condition(self, lock: Lock | None = None) -> Condition:  # noqa: N802 - the name it has there
+    def Condition(self, lock=None):  # noqa: N802 - the name it has there
         return Condition(self._world, lock)
 
-    def Lock(self) -> Lock:  # noqa: N802
+    def Lock(self):  # noqa: N802
         return Lock(self._world)
 
-    def Event(self) -> Event:  # noqa: N802
+    def Event(self):  # noqa: N802
         return Event(self._world)
 
-    def Thread(self, *, target: Callable[[], object], name: str, **_: Any) -> Thread:  # noqa: N802
+    def Thread(self, *, target, name, **_):  # noqa: N802
         return Thread(self._world, target, name)
 
 
 class Time:
     """What they find under the name ``time``."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self._world = world
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self._world.now
 
     time = perf_counter = monotonic
 
-    def monotonic_ns(self) -> int:
+    def monotonic_ns(self):
         return int(self._world.now * 1e9)
 
     time_ns = perf_counter_ns = monotonic_ns
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self._world.sleep(seconds)

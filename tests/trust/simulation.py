@@ -36,7 +36,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -61,7 +60,6 @@ from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
 from kvtier.tiers.away.object_layout import ObjectForm
 from kvtier.tiers.away.object_layout import room as object_room
-from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -92,7 +90,7 @@ CLOSE_S = 2.0
 
 
 @lru_cache(maxsize=1)
-def folder() -> Path:
+def folder():
     """A folder with an empty one for each disk. The simulated files are there in name only."""
     path = Path(tempfile.mkdtemp(prefix="kvtier-simulation-"))
     atexit.register(shutil.rmtree, path)
@@ -114,7 +112,7 @@ class Outcome:
 class Simulation:
     """One seed."""
 
-    def __init__(self, seed: int, *, trace: bool = False) -> None:
+    def __init__(self, seed, *, trace=False):
         self.world = world = World(seed, trace=trace)
         rng = world.rng
         self.events: Counter[str] = Counter()
@@ -154,15 +152,15 @@ class Simulation:
         self.opened = 0
         world.observe, world.ring = self.observe, self.crash
 
-    def owner(self, number: int) -> int:
+    def owner(self, number):
         return number + 1 if self.share else 0
 
-    def run_of_keys(self) -> list[ChunkKey]:
+    def run_of_keys(self):
         return self.runs[int(self.world.rng.random() * len(self.runs))]
 
     # ---- invariants ------------------------------------------------------------------------------
 
-    def observe(self) -> None:
+    def observe(self):
         store = self.store
         if store is None:
             return
@@ -183,7 +181,7 @@ class Simulation:
         if self.set and any(disk.calls > disk.most_calls for disk in self.disks().disks):
             raise ViolationError("a disk has more calls than its most")
 
-    def verify(self, lease: LoadLease) -> None:
+    def verify(self, lease):
         """No byte is served that was not computed for its key."""
         for key, view in zip(lease.keys, lease.views(), strict=False):
             if key not in self.computed or bytes(view) != right(key):
@@ -191,7 +189,7 @@ class Simulation:
 
     # ---- birth and death -------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self):
         while self.store is None:
             self.opened += 1
             process = Process(f"server{self.opened}")
@@ -208,7 +206,7 @@ class Simulation:
             finally:
                 self.world.opening = None
 
-    def _open(self, process: Process) -> None:
+    def _open(self, process):
         self.lanes = []
         tiers = [Watched(self.world, self.tier(kind)) for kind in self.kinds]
         for tier in tiers:
@@ -222,14 +220,14 @@ class Simulation:
         self.loads.clear()
         self.store, self.process, self.tiers = store, process, tiers
 
-    def place(self, tier: Watched, lane: Lane) -> TierSpec:
+    def place(self, tier, lane):
         if tier.shared:
             return TierSpec(tier, lane)
         return TierSpec(
             tier, lane, WriteBudget(self.a_day, SLOT) if self.a_day else None, self.on_evict
         )
 
-    def tier(self, kind: str) -> Tier:
+    def tier(self, kind):
         if kind == "nvme" and not self.set:
             return self.nvme_tier(folder() / "disk0", _room(self.capacity), SLOT)
         if kind == "nvme":
@@ -248,27 +246,27 @@ class Simulation:
             return ObjectTier(bucket, OBJECT_FORM, bytes_, SLOT, clock)
         return SimTier(self.world, self.media[kind], kind)
 
-    def nvme_tier(self, *given: Any, **more: Any) -> NvmeTier:
+    def nvme_tier(self, *given, **more):
         self.nvme.append(NvmeTier(*given, **more))
         return self.nvme[-1]
 
-    def disks(self) -> DiskSet:
+    def disks(self):
         """The set of the server that runs, or ran last."""
         tier = self.tiers[self.kinds.index("nvme")].inner
         assert isinstance(tier, DiskSet)
         return tier
 
-    def nvme_now(self) -> list[NvmeTier]:
+    def nvme_now(self):
         """Its one NVMe tier, or those of its disks that are not left alone."""
         if self.set:
             return [disk.well_tier for disk in self.disks().disks if not disk.away]
         return self.nvme[-1:]
 
-    def running(self) -> Store:
+    def running(self):
         assert self.store is not None
         return self.store
 
-    def crash(self) -> float:
+    def crash(self):
         """The server dies now, in the middle of whatever it does. Returns the step at which to do
         it again."""
         assert self.process is not None
@@ -282,7 +280,7 @@ class Simulation:
         self.crashes -= 1
         return self.world.steps + self.world.rng.randint(1, 400) if self.crashes else math.inf
 
-    def reopen(self, *, closed: bool = False) -> None:
+    def reopen(self, *, closed=False):
         """What was cut off unwinds. Then the medium is as the death left it."""
         dying, before = self.process, self.on_disk()
         while any(task.process is dying for task in self.world.tasks):
@@ -300,7 +298,7 @@ class Simulation:
             if not held - moving <= found <= held | moving:
                 raise ViolationError(f"a kill made {len(held)} chunks on disk {len(found)}")
 
-    def on_disk(self) -> tuple[set[ChunkKey], set[ChunkKey]]:
+    def on_disk(self):
         """What the NVMe tier holds, and what is on its way there or away. Nothing where there is
         none."""
         if "nvme" not in self.kinds:
@@ -308,7 +306,7 @@ class Simulation:
         held = set[ChunkKey]().union(*(tier._places for tier in self.nvme_now()))
         return held, self.tiers[self.kinds.index("nvme")].moving
 
-    def let_go(self) -> None:
+    def let_go(self):
         """No simulated descriptor may outlive the simulated ``os``."""
         self.world.failure = self.store = None
         for tier in self.nvme:
@@ -320,7 +318,7 @@ class Simulation:
 
     # ---- the walk --------------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self):
         world, rng = self.world, self.world.rng
         world.fault_rate = self.rate if rng.random() < 0.3 else 0.0
         self.open()
@@ -350,7 +348,7 @@ class Simulation:
         if rng.random() < 0.5:
             self.erase_and_fill()
 
-    def peer(self) -> None:
+    def peer(self):
         """Another server on the shared media."""
         shared, world = self.media["shared"], self.world
         remote = next((kind for kind in ("redis", "object") if kind in self.kinds), None)
@@ -369,7 +367,7 @@ class Simulation:
                 self.redis.values.pop(FORM.header_name(keys[-1]), None)
                 self.bucket.held.pop(OBJECT_FORM.name(keys[-1]), None)
 
-    def rot(self) -> None:
+    def rot(self):
         if self.rate and self.set and self.world.rng.random() < 0.1:
             folder = f"disk{self.world.rng.randrange(len(self.set))}"
             (self.disk.mend if folder in self.disk.fates else self.disk.strike)(folder)
@@ -379,12 +377,12 @@ class Simulation:
         for medium in self.media.values():
             medium.rot()
 
-    def mend(self, *fates: str) -> None:
+    def mend(self, *fates):
         for folder, fate in list(self.disk.fates.items()):
             if fate in fates:
                 self.disk.mend(folder)
 
-    def rest(self) -> None:
+    def rest(self):
         """Faults end, everybody is done: nothing is left in between. Disks that failed are left
         alone, and come back."""
         world, store = self.world, self.running()
@@ -403,7 +401,7 @@ class Simulation:
                     f"the tier holds {len(self.media['plain'].held)} chunks, the index {held}"
                 )
 
-    def come_back(self, store: Store) -> None:
+    def come_back(self, store):
         self.mend("fails", "vanishes")
         self.lanes[self.kinds.index("nvme")].submit(self.touch)
         self.sweep(store)
@@ -412,13 +410,13 @@ class Simulation:
         if (tier := self.disks()).nodes_away or tier.owed:
             raise ViolationError(f"not back: {tier.nodes_away}, {tier.owed} deletions owed")
 
-    def touch(self) -> None:
+    def touch(self):
         """A folder that was replaced is noticed when it is used."""
         for disk in self.disks().disks:
             if disk.tier is not None:
                 disk.tier.works()
 
-    def sweep(self, store: Store) -> None:
+    def sweep(self, store):
         """What disks that are left alone had is not told of any more, nor is their room."""
         lower = store.lower[self.kinds.index("nvme")]
         self.world.settle()
@@ -426,7 +424,7 @@ class Simulation:
         self.world.settle()
         self.idle(store)
 
-    def idle(self, store: Store) -> None:
+    def idle(self, store):
         self.world.quiet = True
         try:
             store.check(idle=True)
@@ -459,7 +457,7 @@ class Simulation:
             ):
                 raise ViolationError("NVMe: the disk says other owners than the index")
 
-    def close_in_the_middle(self) -> None:
+    def close_in_the_middle(self):
         """A close among queued work and slow I/O ends in its time."""
         self.mend("hangs")
         store, begun = self.running(), self.world.now
@@ -476,7 +474,7 @@ class Simulation:
         self.world.kill(self.process)
         self.reopen(closed=True)
 
-    def start_again(self) -> None:
+    def start_again(self):
         """A clean stop, a start, and a look at everything that was kept."""
         store, held = self.running(), self.on_disk()[0]
         self.store = None
@@ -503,7 +501,7 @@ class Simulation:
         self.world.settle()
         self.idle(store)
 
-    def erase_and_fill(self) -> None:
+    def erase_and_fill(self):
         """After a clear nothing is held. Then every tier takes as much as it ever could."""
         store, world = self.running(), self.world
         store.invalidate_all()
@@ -535,18 +533,18 @@ class Simulation:
         self.events["filled again"] += 1
 
 
-def _room(slots: int) -> int:
+def _room(slots):
     return table_bytes(slots) + slots * SLOT
 
 
-def _check(key: ChunkKey) -> int:
+def _check(key):
     from xxhash import xxh3_64_intdigest
 
     return xxh3_64_intdigest(key + right(key))
 
 
 @contextmanager
-def replaced(sim: Simulation) -> Iterator[None]:
+def replaced(sim):
     """The product's threads, clock and files are the simulation's."""
     stand_ins: dict[str, Any] = {"threading": Threading(sim.world), "time": Time(sim.world)}
     modules = [module for name, module in sys.modules.items() if name.startswith("kvtier.")]
@@ -571,7 +569,7 @@ def replaced(sim: Simulation) -> Iterator[None]:
             setattr(module, name, real)
 
 
-def simulate(seed: int, *, trace: bool = False) -> Outcome:
+def simulate(seed, *, trace=False):
     """Run one seed to its end or its first violation."""
     sim = Simulation(seed, trace=trace)
     world = sim.world
@@ -590,7 +588,7 @@ def simulate(seed: int, *, trace: bool = False) -> Outcome:
     return Outcome(seed, world.steps, sim.events, world.injected, violation, world.trace or [])
 
 
-def many(seeds: Sequence[int], *, stop: bool = False) -> list[Outcome]:
+def many(seeds, *, stop=False):
     """Outcomes of many seeds. ``stop`` at the first violation."""
     outcomes = []
     for seed in seeds:
@@ -600,7 +598,7 @@ def many(seeds: Sequence[int], *, stop: bool = False) -> list[Outcome]:
     return outcomes
 
 
-def main() -> int:
+def main():
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -627,7 +625,7 @@ def main() -> int:
     return any(outcome.violation for outcome in outcomes)
 
 
-def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
+def summary(outcomes, seconds):
     """One line of JSON."""
     import json
 

@@ -7,11 +7,8 @@ volume, and not even SIGKILL ends them. Needs root and version 1 of the kernel's
 which tells readers and writers apart by their group.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,7 +16,7 @@ _GROUPS = Path("/sys/fs/cgroup/blkio")
 _LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
 
-def obstacle() -> str:
+def obstacle():
     """Why there can be none here. Empty when there can."""
     if os.geteuid():
         return "it needs root"
@@ -30,16 +27,16 @@ class Disk:
     """``folder`` lies on it. Processes are stopped with it, and their children, once they are in
     :meth:`take`."""
 
-    def __init__(self, folder: Path, group: Path) -> None:
+    def __init__(self, folder, group):
         self.folder, self._group = folder, group
         device = folder.stat().st_dev
         self._device = f"{os.major(device)}:{os.minor(device)}"
 
-    def take(self, pid: int) -> None:
+    def take(self, pid):
         (self._group / "cgroup.procs").write_text(str(pid))
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self):
         """What it was asked before or meanwhile ends when the block does."""
         self._limit(1)
         try:
@@ -47,14 +44,14 @@ class Disk:
         finally:
             self._limit(0)
 
-    def _limit(self, bytes_a_second: int) -> None:
+    def _limit(self, bytes_a_second):
         """0: none."""
         for limit in _LIMITS:
             (self._group / limit).write_text(f"{self._device} {bytes_a_second}")
 
 
 @contextmanager
-def disk(place: Path, size: int) -> Iterator[Disk]:
+def disk(place, size):
     """One of ``size`` bytes, in an image in the folder ``place``. Whoever was taken must have ended
     before the block does. Raises CalledProcessError or OSError where it cannot be made (see
     :func:`obstacle`)."""

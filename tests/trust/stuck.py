@@ -17,13 +17,11 @@ A benchmark, with its limits in the results. The exit status is 1 when one is no
 not used again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,7 +30,6 @@ from kvtier.bench.model import make_model
 from kvtier.bench.report import Row, write_results
 from kvtier.bench.throttled import (
     Arm,
-    Engines,
     Phase,
     ask_all,
     asked,
@@ -57,7 +54,7 @@ Faults = Mapping[str, Callable[[], AbstractContextManager[None]]]
 
 
 @contextmanager
-def over_redis(given: argparse.Namespace) -> Iterator[tuple[Engines, Faults]]:
+def over_redis(given):
     """Redis, the proxy, and both engines."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-stuck-")))
@@ -72,7 +69,7 @@ def over_redis(given: argparse.Namespace) -> Iterator[tuple[Engines, Faults]]:
 
 
 @contextmanager
-def over_disk(given: argparse.Namespace) -> Iterator[tuple[Engines, Faults]]:
+def over_disk(given):
     """The disk, and both engines."""
     with ExitStack() as stack:
         place = Path(given.disk_folder).resolve()
@@ -86,12 +83,7 @@ def over_disk(given: argparse.Namespace) -> Iterator[tuple[Engines, Faults]]:
 
 
 @contextmanager
-def started(
-    given: argparse.Namespace,
-    tier: Callable[[str], Mapping[str, str]],
-    folder: Path,
-    begun: Callable[[int], None] = lambda _pid: None,
-) -> Iterator[Engines]:
+def started(given, tier, folder, begun=lambda _pid: None):
     """Both engines, side by side. ``begun`` is told each one's process before it does anything."""
     model = make_model(Path(given.models) / given.preset, given.preset)
     with ExitStack() as stack:
@@ -105,7 +97,7 @@ def started(
         yield engines
 
 
-def rows_for(fault: str, heard: Phase, recovered: int) -> list[Row]:
+def rows_for(fault, heard, recovered):
     """What one fault cost: its first question by itself, the others against none."""
     first = {arm: given[0].seconds for arm, given in heard.answers.items()}
     later = heard.later()
@@ -122,9 +114,7 @@ def rows_for(fault: str, heard: Phase, recovered: int) -> list[Row]:
     ]
 
 
-def measured(
-    given: argparse.Namespace, engines: Engines, faults: Faults
-) -> tuple[list[Row], dict[str, Phase]]:
+def measured(given, engines, faults):
     """Every fault in turn, and the same engines' answers before it."""
     rows: list[Row] = []
     heard: dict[str, Phase] = {}
@@ -149,7 +139,7 @@ def measured(
     return rows, heard
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given):
     rows: list[Row] = []
     heard: dict[str, Phase] = {}
     counts: dict[str, dict[str, int]] = {}
@@ -190,18 +180,18 @@ def run(given: argparse.Namespace) -> int:
     return bool(missed)
 
 
-def tell(text: str) -> None:
+def tell(text):
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def within(row: Row) -> bool:
+def within(row):
     """The median of a row that has one decides. The sum of a few questions is shown beside it."""
     assert row.value is not None and row.limit is not None
     return (row.value if row.ratio is None else row.ratio) <= row.limit
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,8 +5,6 @@ A client of SOCKET gets ``0`` when the suite with the arguments WORDS has passed
 has failed, or has taken longer than SECONDS, the connection ends. :data:`CLIENT` does that.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -20,7 +18,7 @@ _QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 """pytest warns where a plugin, such as Hypothesis, was imported before it began."""
 
 
-def main() -> None:
+def main():
     import hypothesis.strategies  # noqa: F401 - so that forks have it
     import pytest
 

@@ -1,13 +1,10 @@
 """Simulated engines: ``python -m tests.trust.engine`` runs more steps of every cell."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -36,16 +33,14 @@ WHOLE = ("tails", "rings", "replayed", "drafts", "killed server", CROWDED)
 
 
 @pytest.fixture(scope="module")
-def installed() -> Any:
+def installed():
     """What a seventh and whole kinds did, in one run: vLLM's import takes each of its processes
     longer than ten cells."""
     return _run("--steps", "500", "--jobs", "2", "--every", str(SEVENTH), "--also", *WHOLE)
 
 
 @pytest.mark.parametrize(("version", "every"), SHARES)
-def test_cells_are_in_force_and_answer_what_the_model_says(
-    version: str, every: int, request: pytest.FixtureRequest
-) -> None:
+def test_cells_are_in_force_and_answer_what_the_model_says(version, every, request):
     if every == SEVENTH:
         told = request.getfixturevalue("installed")
     else:
@@ -60,9 +55,7 @@ def test_cells_are_in_force_and_answer_what_the_model_says(
         assert seen[mark], f"in no cell: {mark}"
 
 
-def test_requests_that_were_granted_loads_do_not_wait_for_each_others_blocks(
-    installed: Any,
-) -> None:
+def test_requests_that_were_granted_loads_do_not_wait_for_each_others_blocks(installed):
     """Each with the seed that showed it."""
     for cell, seed in (("long window beside full, few blocks", 11), (REPLAYED, 4)):
         told = _run("--steps", "400", "--only", cell, "--seed", str(seed))
@@ -71,13 +64,13 @@ def test_requests_that_were_granted_loads_do_not_wait_for_each_others_blocks(
 
 
 @pytest.mark.parametrize("kind", ["tails", "rings", "replayed"])
-def test_tails_rings_and_replays_are_what_the_model_says(kind: str, installed: Any) -> None:
+def test_tails_rings_and_replays_are_what_the_model_says(kind, installed):
     """Cache groups of DeepSeek V4 and V4.1."""
     cells = {cell.name for cell in CELLS if kind in cell.name}
     assert len(cells) > 1 and cells <= installed["cells"].keys()
 
 
-def test_states_beside_drafts_are_those_of_accepted_tokens(installed: Any) -> None:
+def test_states_beside_drafts_are_those_of_accepted_tokens(installed):
     drafts = {cell.name for cell in CELLS if "drafts" in cell.name}
     with_states = {cell.name for cell in CELLS if cell.drafts and "state" in cell.groups}
     assert len(with_states) == 8 and with_states <= drafts <= installed["cells"].keys()
@@ -86,7 +79,7 @@ def test_states_beside_drafts_are_those_of_accepted_tokens(installed: Any) -> No
         assert seen["states of drafts"] and seen["tokens from ram"]
 
 
-def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers() -> None:
+def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers():
     """One is killed, stopped or parted from the scheduler before each phase of saves and loads, or
     comes back with its disk of an earlier day."""
     told = _run("--hosts", "--steps", "250", "--jobs", "2")
@@ -99,7 +92,7 @@ def test_an_engine_over_two_hosts_is_right_whatever_becomes_of_their_servers() -
         assert told[f"save: before it is {phase}"], phase
 
 
-def _run(*words: str, env: dict[str, str] | None = None) -> Any:
+def _run(*words, env=None):
     """What the engines did, without a violation."""
     command = [sys.executable, "-m", "tests.trust.engine", *words]
     done = subprocess.run(

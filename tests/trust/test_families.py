@@ -1,12 +1,9 @@
 """Model classes of vLLM: SPECS.md says what becomes of them. ``python -m tests.trust.engine
 --sweep`` asks all, and ``--family all`` simulates engines of more."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -27,14 +24,14 @@ ASKED = (
 )
 
 
-def _run(*words: str, module: str = "families") -> Any:
+def _run(*words, module="families"):
     command = [sys.executable, "-m", f"tests.trust.engine.{module}", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _listed() -> tuple[dict[str, tuple[str, list[str]]], int]:
+def _listed():
     """Architecture -> what becomes of it, and its specs; how many more are only counted."""
     found, counted = dict[str, tuple[str, list[str]]](), 0
     for specs, verdict, count, names in marked_tables.rows("connectors/vllm/SPECS.md", "classes"):
@@ -48,7 +45,7 @@ def _listed() -> tuple[dict[str, tuple[str, list[str]]], int]:
     return found, counted
 
 
-def test_model_classes_are_treated_as_their_table_says() -> None:
+def test_model_classes_are_treated_as_their_table_says():
     told = _run("--sweep", "--only", f"^({'|'.join(ASKED)})$")
     listed, _ = _listed()
     assert {one["architecture"] for one in told} == set(ASKED)
@@ -58,7 +55,7 @@ def test_model_classes_are_treated_as_their_table_says() -> None:
         assert one["verdict"] == "served" or one["why"]
 
 
-def test_every_architecture_of_the_registry_is_in_the_table() -> None:
+def test_every_architecture_of_the_registry_is_in_the_table():
     from vllm.model_executor.models import registry
 
     every = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
@@ -66,7 +63,7 @@ def test_every_architecture_of_the_registry_is_in_the_table() -> None:
     assert listed.keys() <= every and len(listed) + counted == len(every)
 
 
-def test_an_engine_of_a_model_class_answers_what_the_model_says() -> None:
+def test_an_engine_of_a_model_class_answers_what_the_model_says():
     """Nemotron's states are left at the ends of blocks, some within a prefill step, and its
     configuration has an infinite number. Qwen's lie beside drafts, which are right at random."""
     asked = "Nemotron 3", "Qwen3-Next with MTP"
@@ -81,7 +78,7 @@ def test_an_engine_of_a_model_class_answers_what_the_model_says() -> None:
 
 
 @pytest.mark.extended
-def test_hits_within_blocks_bring_and_cost_what_their_table_says() -> None:
+def test_hits_within_blocks_bring_and_cost_what_their_table_says():
     told = _run("--steps", "100", module="within")
     assert not told["violations"] and told["counts"]["hits within a block"]
     by = {(unit, what): row for unit, what, *row in told["rows"]}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
@@ -24,7 +22,7 @@ from tests.trust.tier_faults import nothing_more_to_open
 OWN, OTHER = LAYOUT.keys([1, 1]), LAYOUT.keys([2, 2])
 
 
-def full_shared_tier() -> tuple[Store, DictTier, ManualLane]:
+def full_shared_tier():
     """A Store whose share of a shared tier is full, while another server has written a run of its
     own there."""
     tier, lane = DictTier(2, shared=True), ManualLane()
@@ -38,7 +36,7 @@ def full_shared_tier() -> tuple[Store, DictTier, ManualLane]:
     return store, tier, lane
 
 
-def test_a_full_share_makes_room_for_what_another_server_wrote() -> None:
+def test_a_full_share_makes_room_for_what_another_server_wrote():
     """It was given up instead: a server with a full share never hit on others' chunks, and deleted
     them for all."""
     store, tier, lane = full_shared_tier()
@@ -50,7 +48,7 @@ def test_a_full_share_makes_room_for_what_another_server_wrote() -> None:
     store.check()
 
 
-def test_what_left_for_it_is_deleted_by_itself() -> None:
+def test_what_left_for_it_is_deleted_by_itself():
     """It stayed until the tier's next write or delete: a store that only loads never came to
     rest."""
     store, tier, lane = full_shared_tier()
@@ -67,7 +65,7 @@ class Meanwhile(DictTier):
     during: Callable[[], None] | None = None
     answer: bool | None = False
 
-    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+    def read(self, key, into):
         during, self.during = self.during, None
         if during is None:
             return super().read(key, into)
@@ -75,19 +73,19 @@ class Meanwhile(DictTier):
         return self.answer
 
 
-def test_a_probe_that_misses_does_not_disown_what_was_written_meanwhile() -> None:
+def test_a_probe_that_misses_does_not_disown_what_was_written_meanwhile():
     """It did: the tier's place was taken for nobody, until the same chunk was saved again."""
     tier, lane = Meanwhile(2), ManualLane()
     store = Store(Pool(4, SLOT), [(tier, lane)])
 
-    def save() -> None:
+    def save():
         with store.save(OWN) as lease:
             for key, view in zip(lease.keys, lease.views(), strict=True):
                 view[:] = right(key)
             lease.commit()
         lane.run()
 
-    def forget_and_save() -> None:
+    def forget_and_save():
         store.invalidate(OWN)
         lane.run()
         save()
@@ -99,7 +97,7 @@ def test_a_probe_that_misses_does_not_disown_what_was_written_meanwhile() -> Non
     assert store.stats()["dict_held"] == len(tier.held) == 2
 
 
-def test_a_clear_reaches_what_a_tier_could_not_read() -> None:
+def test_a_clear_reaches_what_a_tier_could_not_read():
     """A chunk that a shared tier could not read for a moment outlived the clear, and was found by
     asking again."""
     tier, lane = Meanwhile(2, shared=True), ManualLane()
@@ -118,7 +116,7 @@ def test_a_clear_reaches_what_a_tier_could_not_read() -> None:
     assert not tier.held
 
 
-def test_loads_given_up_behind_a_tier_that_hangs_leave_its_room_to_others() -> None:
+def test_loads_given_up_behind_a_tier_that_hangs_leave_its_room_to_others():
     """What nobody waited for any more kept its slots until the tier went on: all of RAM, and no
     chunk was cached."""
     tier, lane = DictTier(8, held={key: right(key) for key in OWN}), ManualLane()
@@ -132,7 +130,7 @@ def test_loads_given_up_behind_a_tier_that_hangs_leave_its_room_to_others() -> N
 
 
 @pytest.mark.parametrize("work", ["a probe", "a look at what leaves next"])
-def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work: str) -> None:
+def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work):
     """The sweep was refused, and nothing but the tier's next write made up for it: an erase that
     erased nothing."""
     tier, lane = DictTier(8, held={key: right(key) for key in (*OWN, *OTHER)}), ManualLane(bound=1)
@@ -154,9 +152,7 @@ def test_what_is_forgotten_while_a_lane_is_full_of_other_work_is_deleted(work: s
 
 
 @pytest.mark.parametrize("free", range(4))
-def test_a_tier_that_gets_no_descriptor_says_so_in_its_own_words_and_keeps_none(
-    tmp_path: Path, free: int
-) -> None:
+def test_a_tier_that_gets_no_descriptor_says_so_in_its_own_words_and_keeps_none(tmp_path, free):
     """It raised a bare OSError, from letting go of what it had, which needed one more."""
     before = descriptors()
     with (
@@ -168,9 +164,7 @@ def test_a_tier_that_gets_no_descriptor_says_so_in_its_own_words_and_keeps_none(
     NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT).close()
 
 
-def test_a_tier_closed_without_a_free_descriptor_keeps_nobody_out_of_its_folder(
-    tmp_path: Path,
-) -> None:
+def test_a_tier_closed_without_a_free_descriptor_keeps_nobody_out_of_its_folder(tmp_path):
     """It kept the lock until the process ended, because letting go needed one more descriptor."""
     tier = NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT)
     assert tier.write(OWN[0], memoryview(right(OWN[0])))
@@ -181,7 +175,7 @@ def test_a_tier_closed_without_a_free_descriptor_keeps_nobody_out_of_its_folder(
     again.close()
 
 
-def test_a_pool_that_gets_no_descriptor_says_so_in_its_own_words() -> None:
+def test_a_pool_that_gets_no_descriptor_says_so_in_its_own_words():
     """It raised a bare OSError."""
     before = descriptors()
     with nothing_more_to_open(os.getpid()), pytest.raises(TierError, match="Too many open files"):

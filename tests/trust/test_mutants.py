@@ -1,28 +1,24 @@
 """The mutants still fit the source, and the simulation kills one. ``python -m tests.trust.mutants``
 tries them all."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from tests.trust.mutants import MUTANTS, ROOMS, Mutant, copy_package, defective, try_mutant
+from tests.trust.mutants import MUTANTS, ROOMS, copy_package, defective, try_mutant
 
 
-def test_there_are_enough() -> None:
+def test_there_are_enough():
     assert len(MUTANTS) >= 25
     assert len(set(MUTANTS)) == len(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.where}: {mutant.breaks}")
-def test_each_fits_the_source_exactly_once(mutant: Mutant) -> None:
+def test_each_fits_the_source_exactly_once(mutant):
     file, text = defective(mutant)
     compile(text, file, "exec", dont_inherit=True)
     assert mutant.pattern != mutant.replacement
 
 
-def test_the_simulation_kills_one(tmp_path: Path) -> None:
+def test_the_simulation_kills_one(tmp_path):
     """Else every green run of it may mean nothing."""
     copy_package(tmp_path)
     mutant = next(

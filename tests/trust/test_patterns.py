@@ -1,9 +1,6 @@
 """What a pattern stands for, and what becomes of the code around it."""
 
-from __future__ import annotations
-
 import ast
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +36,7 @@ def put(box, thing):
 '''
 
 
-def same(text: str, expected: str) -> bool:
+def same(text, expected):
     return ast.unparse(ast.parse(text)) == ast.unparse(ast.parse(expected))
 
 
@@ -68,13 +65,11 @@ def same(text: str, expected: str) -> bool:
         ),
     ],
 )
-def test_a_pattern_stands_for_what_parses_alike(
-    name: str, pattern: str, replacement: str, old: str, new: str
-) -> None:
+def test_a_pattern_stands_for_what_parses_alike(name, pattern, replacement, old, new):
     assert same(replaced(SOURCE, name, pattern, replacement), SOURCE.replace(old, new, 1))
 
 
-def test_what_stood_for_any_statements_stands_there_again() -> None:
+def test_what_stood_for_any_statements_stands_there_again():
     source = "def go(a):\n    if a:\n        one()\n        two()\n    else:\n        three()\n"
     pattern = "if a:\n    ...\nelse:\n    ..."
     assert same(replaced(source, "go", pattern, "..."), "def go(a):\n    one()\n    two()")
@@ -84,7 +79,7 @@ def test_what_stood_for_any_statements_stands_there_again() -> None:
     )
 
 
-def test_code_around_the_definition_is_left_as_it_is() -> None:
+def test_code_around_the_definition_is_left_as_it_is():
     text = replaced(SOURCE, "put", "box.put(thing)\nbox.put(thing)", "box.put(thing)")
     before = SOURCE.index("def put(box")
     assert text[:before] == SOURCE[:before]
@@ -94,12 +89,12 @@ def test_code_around_the_definition_is_left_as_it_is() -> None:
     ("name", "pattern"),
     [("put", "box.put(thing)"), ("Box.put", "self.held.pop()"), ("Box.take", "thing")],
 )
-def test_what_does_not_stand_there_once_does_not_fit(name: str, pattern: str) -> None:
+def test_what_does_not_stand_there_once_does_not_fit(name, pattern):
     with pytest.raises(DoesNotFitError, match=r"stands [02] times"):
         replaced(SOURCE, name, pattern, "None")
 
 
-def test_a_definition_is_called_by_as_much_as_makes_it_the_only_one(tmp_path: Path) -> None:
+def test_a_definition_is_called_by_as_much_as_makes_it_the_only_one(tmp_path):
     package, linked = tmp_path / "package", tmp_path / "elsewhere"
     for folder in (package / "room", linked):
         folder.mkdir(parents=True)

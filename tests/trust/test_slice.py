@@ -70,13 +70,13 @@ HEADER_BITS = 8 * 80
 MEMORY_GROWTH_KIB = 50_000
 
 
-def simulated(found: Finding) -> None:
+def simulated(found):
     assert found.seeds == SLICE.seeds
     assert found.detail["events"].keys() >= EVENTS, "what never happens is not tested"
     assert found.detail["injected"].keys() >= FAULTS
 
 
-def killed(found: Finding) -> None:
+def killed(found):
     assert found.faults >= SLICE.kills
     kinds = {"server", "engine of a server", "engine with a store"}
     assert found.detail["by_kind"].keys() == kinds, "what never died is not tested"
@@ -84,21 +84,21 @@ def killed(found: Finding) -> None:
     assert recovered["server"] > 0 and recovered["engine with a store"] > 0
 
 
-def cut(found: Finding) -> None:
+def cut(found):
     assert found.cases == SLICE.cuts
     assert found.faults > 20 * SLICE.cuts
     chunks = found.detail["chunks"]
     assert min(chunks[what] for what in ("found", "served", "corrupt", "certain")) > SLICE.cuts
 
 
-def damaged(bits: int) -> Callable[[Finding], None]:
-    def check(found: Finding) -> None:
+def damaged(bits):
+    def check(found):
         assert found.cases >= found.faults >= bits
 
     return check
 
 
-def fuzzed(found: Finding) -> None:
+def fuzzed(found):
     assert found.cases >= SLICE.frames and found.faults > 100
     assert found.detail["counts"]["dropped"] > 100
     assert found.detail["memory_growth_kib"] <= MEMORY_GROWTH_KIB
@@ -122,13 +122,13 @@ SUITE = pytest.mark.parametrize(
 
 
 @cache
-def finding(suite: str) -> Finding:
+def finding(suite):
     return SUITES[suite](SLICE)
 
 
 @SUITE
 @pytest.mark.timeout(2400)  # the kills alone take four minutes on a quick host
-def test_no_promise_is_broken(suite: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_promise_is_broken(suite, caplog):
     caplog.set_level("CRITICAL")
     found = finding(suite)
     assert found.violations == []
@@ -136,8 +136,6 @@ def test_no_promise_is_broken(suite: str, caplog: pytest.LogCaptureFixture) -> N
 
 
 @SUITE
-def test_the_figures_are_those_that_readme_tells(
-    suite: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_figures_are_those_that_readme_tells(suite, caplog):
     caplog.set_level("CRITICAL")
     assert differences([asdict(finding(suite))], ROOT / "bench/results/trust.json") == []

@@ -10,25 +10,18 @@ What single parts do about it is tested beside them: full and failing disks in
 ``python -m tests.trust.stuck``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvtier.client.client import Client
-from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.extensions.objects import bucket
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.store import Store
-from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
@@ -51,13 +44,7 @@ from tests.server_process import (
 )
 from tests.tier_chunks import NAMESPACE
 from tests.trust.crash import TIGHT, descriptors, settings
-from tests.trust.tier_faults import (
-    SERVER_FAULTS,
-    Fault,
-    Passage,
-    hanging_disk,
-    nothing_more_to_open,
-)
+from tests.trust.tier_faults import SERVER_FAULTS, Passage, hanging_disk, nothing_more_to_open
 from tests.trust.victims import Engine
 
 TIMEOUT_S = 0.3
@@ -68,13 +55,13 @@ SLOTS = 12
 HOT, COLD = run(1, 2), run(2, 3)
 
 
-def use(store: Store) -> None:
+def use(store):
     """Every verb, many times. AssertionError when they do not come to an end. ``HOT`` stays in RAM
     and is served."""
     lane = Lane("engine", 1, urgent_bound=1, bound=1)
     served: list[int] = []
 
-    def verbs() -> None:
+    def verbs():
         for turn in range(ROUNDS):
             store.lookup(COLD)
             store.load(COLD).close()
@@ -89,7 +76,7 @@ def use(store: Store) -> None:
     assert served == [len(HOT)] * ROUNDS, "what is in RAM is served at once"
 
 
-def push_out(store: Store) -> None:
+def push_out(store):
     """Leave ``COLD`` to the lower tier, and ``HOT`` in RAM."""
     for keys in (COLD, *(run(prompt, 2) for prompt in range(200, 200 + SLOTS // 2)), HOT):
         save(store, keys)
@@ -97,7 +84,7 @@ def push_out(store: Store) -> None:
     assert store.lookup_by_tier(COLD) == [0, len(COLD)]
 
 
-def asked(store: Store) -> bool:
+def asked(store):
     """Give a shared tier something to do: look for what nobody knows of."""
     store.load(run(999, 1)).close()
     return True
@@ -105,7 +92,7 @@ def asked(store: Store) -> bool:
 
 @pytest.mark.redis
 @pytest.mark.parametrize("fault", SERVER_FAULTS.values(), ids=SERVER_FAULTS)
-def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(fault: Fault) -> None:
+def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(fault):
     clock = Clock()
     with RedisServer() as redis:
         passage = Passage(redis.port)
@@ -118,7 +105,7 @@ def test_no_call_waits_for_a_stuck_redis_and_it_is_used_again(fault: Fault) -> N
 
 
 @contextmanager
-def hasty(tier: ObjectTier) -> Iterator[None]:
+def hasty(tier):
     """Its calls have little time for as long as the context lasts."""
     before = tier._store
     with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +120,7 @@ def hasty(tier: ObjectTier) -> Iterator[None]:
 
 @pytest.mark.whole  # it needs moto
 @pytest.mark.parametrize("name", ["paused", "1 byte/s", "dead"])
-def test_no_call_waits_for_a_stuck_bucket_and_it_is_used_again(name: str) -> None:
+def test_no_call_waits_for_a_stuck_bucket_and_it_is_used_again(name):
     """Where it flaps, the second try of a request succeeds, and no breaker has to open."""
     clock = Clock()
     with S3Server() as server:
@@ -145,7 +132,7 @@ def test_no_call_waits_for_a_stuck_bucket_and_it_is_used_again(name: str) -> Non
         passage.close()
 
 
-def goes_on_and_comes_back(tier: Tier, clock: Clock, *faults: AbstractContextManager[None]) -> None:
+def goes_on_and_comes_back(tier, clock, *faults):
     store = Store(Pool(SLOTS, SLOT), [(tier, Lane(tier.name, 2, urgent_bound=16, bound=16))])
     push_out(store)
     with ExitStack() as stuck:
@@ -154,7 +141,7 @@ def goes_on_and_comes_back(tier: Tier, clock: Clock, *faults: AbstractContextMan
         use(store)
         wait_for(lambda: asked(store) and tier.counts["breaker_trips"] > 0, "the breaker opens")
 
-    def back() -> bool:
+    def back():
         clock.now += 1.0
         save(store, COLD[:1])
         return bool(load(store, COLD)) and not tier.open_breakers
@@ -164,7 +151,7 @@ def goes_on_and_comes_back(tier: Tier, clock: Clock, *faults: AbstractContextMan
     assert store.close()
 
 
-def test_no_call_waits_for_a_stuck_disk_and_it_is_used_again(tmp_path: Path) -> None:
+def test_no_call_waits_for_a_stuck_disk_and_it_is_used_again(tmp_path):
     with hanging_disk() as disk:
         tier = NvmeTier(tmp_path / "nvme", room(32), SLOT)
         store = Store(Pool(SLOTS, SLOT), [(tier, Lane("nvme", 2, urgent_bound=4, bound=4))])
@@ -179,7 +166,7 @@ def test_no_call_waits_for_a_stuck_disk_and_it_is_used_again(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def freezable(tmp_path: Path) -> Iterator[Path]:
+def freezable(tmp_path):
     """A file system on a loop device, whose writes ``fsfreeze`` can stop."""
     if os.geteuid() or shutil.which("mkfs.ext4") is None:
         pytest.skip("mounting a file system needs root and mkfs.ext4")
@@ -191,7 +178,7 @@ def freezable(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_engines_go_on_while_their_servers_disk_is_frozen(freezable: Path) -> None:
+def test_engines_go_on_while_their_servers_disk_is_frozen(freezable):
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
         server = stack.enter_context(
@@ -212,7 +199,7 @@ def test_engines_go_on_while_their_servers_disk_is_frozen(freezable: Path) -> No
         assert server.stop() == 0
 
 
-def goes_on(client: Client, keys: list[ChunkKey]) -> bool:
+def goes_on(client, keys):
     """Whether RAM serves what was just saved. The engine beside it may have taken the slots."""
     save(client, keys)
     with client.load(keys) as lease:
@@ -220,7 +207,7 @@ def goes_on(client: Client, keys: list[ChunkKey]) -> bool:
 
 
 @contextmanager
-def frozen(disk: Path) -> Iterator[None]:
+def frozen(disk):
     subprocess.run(["fsfreeze", "--freeze", str(disk)], check=True)
     try:
         yield
@@ -231,7 +218,7 @@ def frozen(disk: Path) -> Iterator[None]:
 # ---- out of descriptors --------------------------------------------------------------------------
 
 
-def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others() -> None:
+def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others():
     with ExitStack() as stack:
         folder = stack.enter_context(short_folder())
         server = stack.enter_context(
@@ -250,7 +237,7 @@ def test_a_server_out_of_descriptors_serves_those_it_has_and_then_the_others() -
             at_rest(client)
 
 
-def test_an_engine_out_of_descriptors_comes_back_to_its_server_and_keeps_none() -> None:
+def test_an_engine_out_of_descriptors_comes_back_to_its_server_and_keeps_none():
     with short_folder() as folder, ServerProcess(folder) as server:
         engine = Engine(server.socket, 1)
         engine.hear_until(b"h")
@@ -266,7 +253,7 @@ def test_an_engine_out_of_descriptors_comes_back_to_its_server_and_keeps_none() 
 
 
 @pytest.mark.redis
-def test_a_store_out_of_descriptors_goes_on_without_redis_and_gets_it_back() -> None:
+def test_a_store_out_of_descriptors_goes_on_without_redis_and_gets_it_back():
     with short_folder() as folder, RedisServer() as redis:
         engine = Engine(settings(folder, redis), 1)
         engine.hear_until(b"h")

@@ -10,7 +10,7 @@ import gc
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -27,15 +27,13 @@ class Passage(Throttle):
     """A proxy before a server. ``rate``: single bytes a second of its answers. None: all there is.
     A server that is not there is one that refuses: the connection is closed."""
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader, writer):
         try:
             await super()._serve(reader, writer)
         except OSError:
             writer.close()
 
-    async def _pipe(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slowed: bool
-    ) -> None:
+    async def _pipe(self, reader, writer, slowed):
         try:
             while piece := await reader.read(_PIECE):
                 while slowed and piece and (rate := self.rate) is not None:
@@ -52,7 +50,7 @@ class Passage(Throttle):
 
 
 @contextmanager
-def paused(server: ChildProcess, passage: Passage) -> Iterator[None]:
+def paused(server, passage):
     """SIGSTOP."""
     server.pause()
     try:
@@ -62,7 +60,7 @@ def paused(server: ChildProcess, passage: Passage) -> Iterator[None]:
 
 
 @contextmanager
-def dripping(server: ChildProcess, passage: Passage) -> Iterator[None]:
+def dripping(server, passage):
     """One byte a second."""
     passage.rate = 1.0
     try:
@@ -72,7 +70,7 @@ def dripping(server: ChildProcess, passage: Passage) -> Iterator[None]:
 
 
 @contextmanager
-def dead(server: ChildProcess, passage: Passage) -> Iterator[None]:
+def dead(server, passage):
     """kill -9. It comes back empty."""
     server.kill()
     try:
@@ -82,11 +80,11 @@ def dead(server: ChildProcess, passage: Passage) -> Iterator[None]:
 
 
 @contextmanager
-def flapping(server: ChildProcess, passage: Passage) -> Iterator[None]:
+def flapping(server, passage):
     """SIGSTOP and SIGCONT in turns, for ever."""
     over = threading.Event()
 
-    def flap() -> None:
+    def flap():
         while not over.is_set():
             server.pause()
             over.wait(_OFF_S)
@@ -115,23 +113,23 @@ class HangingDisk:
     """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`: while ``hangs``, no payload comes or
     goes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._goes = threading.Event()
         self._goes.set()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(os, name)
 
-    def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+    def pwritev(self, fd, parts, at):
         self._goes.wait()
         return os.pwritev(fd, parts, at)
 
-    def preadv(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
+    def preadv(self, fd, parts, at):
         self._goes.wait()
         return os.preadv(fd, parts, at)
 
     @contextmanager
-    def hangs(self) -> Iterator[None]:
+    def hangs(self):
         self._goes.clear()
         try:
             yield
@@ -140,7 +138,7 @@ class HangingDisk:
 
 
 @contextmanager
-def hanging_disk() -> Iterator[HangingDisk]:
+def hanging_disk():
     """NVMe tiers lie on it."""
     files: Any = kvtier.tiers.nvme.files
     files.os = disk = HangingDisk()
@@ -151,7 +149,7 @@ def hanging_disk() -> Iterator[HangingDisk]:
 
 
 @contextmanager
-def nothing_more_to_open(pid: int, free: int = 0) -> Iterator[None]:
+def nothing_more_to_open(pid, free=0):
     """The process keeps what it has open and may have so many descriptors more. Then it gets
     EMFILE."""
     gc.collect()  # if it is this one: nothing that was forgotten shall free any meanwhile
@@ -171,6 +169,6 @@ def nothing_more_to_open(pid: int, free: int = 0) -> Iterator[None]:
             os.close(gap)
 
 
-def _open_in(pid: int) -> set[int]:
+def _open_in(pid):
     folder = f"/proc/{pid}/fd"
     return {int(number) for number in os.listdir(folder) if os.path.lexists(f"{folder}/{number}")}

@@ -6,15 +6,10 @@ a Store of their own under the load of :mod:`tests.engine_process`), with real f
 each with a process id of its own.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from tests.child_process import DEADLINE_S
 from tests.engine_process import churn, client_at
@@ -28,13 +23,13 @@ class Engine:
     ``place``: the socket of a server, or the configuration of a store of its own.
     """
 
-    def __init__(self, place: Path | Mapping[str, object], seed: int) -> None:
+    def __init__(self, place, seed):
         self._ear, mouth = FORK.Pipe(duplex=False)
         self._process = Forked(_engine, place, seed, mouth)
         mouth.close()
         self.pid = self._process.pid
 
-    def hear(self, count: int = 1) -> bytes:
+    def hear(self, count=1):
         """The next letters, at least ``count``. AssertionError when it says nothing or has died by
         itself."""
         heard = b""
@@ -46,14 +41,14 @@ class Engine:
             heard += more
         return heard
 
-    def hear_until(self, letter: bytes) -> None:
+    def hear_until(self, letter):
         """Read on until it says ``letter``. What it said before this call does not count."""
         while select.select([self._ear], [], [], 0)[0]:
             self.hear()
         while self.hear() != letter:
             pass
 
-    def kill(self) -> None:
+    def kill(self):
         """Send SIGKILL. AssertionError when it had ended by itself."""
         ended = self._process.poll()
         self._process.kill()
@@ -62,7 +57,7 @@ class Engine:
         assert ended is None, f"an engine ended with status {ended}"
 
 
-def _engine(place: Path | Mapping[str, Any], seed: int, mouth: Connection) -> None:
+def _engine(place, seed, mouth):
     os.dup2(mouth.fileno(), 1)
     logging.getLogger("kvtier").setLevel(
         logging.CRITICAL + 1

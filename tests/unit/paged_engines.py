@@ -28,16 +28,16 @@ class Engine:
     axis: int = 0
     kernel_blocks: int = 1
 
-    def block(self, layer: str, block: int) -> torch.Tensor:
+    def block(self, layer, block):
         """The block's values in the engine's own view."""
         return self.caches[layer].narrow(self.axis, block * self.kernel_blocks, self.kernel_blocks)
 
-    def memory(self) -> list[torch.Tensor]:
+    def memory(self):
         """A copy of every byte the engine owns, padding and neighbours included."""
         return [backing.cpu().clone() for backing in self.backings]
 
 
-def one_backing(order, device, padding=0, blocks=BLOCKS) -> Engine:
+def one_backing(order, device, padding=0, blocks=BLOCKS):
     """All layers in one allocation, logical [L, B, H, N, C] stored in ``order``. ``padding``
     elements after a page."""
     shape = (LAYERS, blocks, HEADS, TOKENS, CONTENT)
@@ -50,7 +50,7 @@ def one_backing(order, device, padding=0, blocks=BLOCKS) -> Engine:
     return Engine({f"layer.{index}": views[index] for index in range(LAYERS)}, [backing])
 
 
-def kernel_blocks(device: torch.device) -> Engine:
+def kernel_blocks(device):
     engine = one_backing(ORDERS["LBHNC"], device)
     split = {
         name: cache.as_strided(
@@ -63,7 +63,7 @@ def kernel_blocks(device: torch.device) -> Engine:
     return Engine(split, engine.backings, kernel_blocks=2)
 
 
-def keys_and_values_apart(device: torch.device) -> Engine:
+def keys_and_values_apart(device):
     caches = [
         torch.zeros(2, BLOCKS, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device)
         for _ in range(LAYERS)
@@ -71,7 +71,7 @@ def keys_and_values_apart(device: torch.device) -> Engine:
     return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches, axis=1)
 
 
-def keys_and_values_inside(device: torch.device) -> Engine:
+def keys_and_values_inside(device):
     """Shape (2, blocks, ...) whose memory has the blocks outermost."""
     caches = [
         torch.zeros(BLOCKS, 2, TOKENS, HEADS, CONTENT, dtype=torch.int16, device=device)
@@ -84,7 +84,7 @@ def keys_and_values_inside(device: torch.device) -> Engine:
     )
 
 
-def unequal_layers(device: torch.device) -> Engine:
+def unequal_layers(device):
     """Latent layers and odd-sized byte layers, each in an allocation of its own."""
     caches = [
         torch.zeros(BLOCKS, TOKENS, width, dtype=torch.uint8, device=device)
@@ -93,7 +93,7 @@ def unequal_layers(device: torch.device) -> Engine:
     return Engine({f"layer.{index}": cache for index, cache in enumerate(caches)}, caches)
 
 
-def uneven_distances(device: torch.device) -> Engine:
+def uneven_distances(device):
     """Equal layers in one allocation, the third farther away than the second."""
     backing = torch.zeros(5, BLOCKS, TOKENS, CONTENT, dtype=torch.int16, device=device)
     return Engine({f"layer.{index}": backing[at] for index, at in enumerate((0, 1, 4))}, [backing])
@@ -113,11 +113,11 @@ ENGINES: dict[str, Callable[[torch.device], Engine]] = {
 }
 
 
-def fill(engine: Engine) -> None:
+def fill(engine):
     generator = torch.Generator().manual_seed(1)
     for backing in engine.backings:
         backing.copy_(torch.randint(1, 100, backing.shape, generator=generator))
 
 
-def as_bytes(values: torch.Tensor) -> bytes:
+def as_bytes(values):
     return bytes(values.cpu().contiguous().view(torch.uint8).numpy())

@@ -3,9 +3,7 @@ holds it back."""
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,53 +17,53 @@ class Inline(CudaStreams):
 
     room = free = 1 << 20
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
-    def current(self) -> Inline:
+    def current(self):
         return self
 
-    def side(self) -> Inline:
+    def side(self):
         return self
 
     apart = torch.inference_mode
 
-    def do(self, stream: Any, work: Callable[[], object]) -> None:
+    def do(self, stream, work):
         work()
 
-    def record(self, stream: Any, *, timing: bool = False) -> Inline:
+    def record(self, stream, *, timing=False):
         return self
 
-    def host_buffer(self, size: int) -> torch.Tensor:
+    def host_buffer(self, size):
         return torch.zeros(size, dtype=torch.uint8)
 
-    def wait_event(self, event: Any) -> None: ...
-    def query(self) -> bool:
+    def wait_event(self, event): ...
+    def query(self):
         return True
 
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float:
+    def synchronize(self): ...
+    def elapsed_time(self, end_event):
         return 2000.0
 
 
 class HeldEvent:
     """An event of :class:`Held`. ``error`` is what the work before it failed with."""
 
-    def __init__(self, streams: Held) -> None:
+    def __init__(self, streams):
         self.happened, self.at = False, -1
         self.error: Exception | None = None
         self._streams = streams
 
-    def query(self) -> bool:
+    def query(self):
         if self.error is not None:
             raise self.error
         return self.happened
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         while not self.query():
             assert self._streams.turn(), "nothing can go on: this event never happens"
 
-    def elapsed_time(self, end_event: HeldEvent) -> float:
+    def elapsed_time(self, end_event):
         """A millisecond a turn."""
         return float(end_event.at - self.at)
 
@@ -73,15 +71,15 @@ class HeldEvent:
 class HeldStream:
     """A queue of work, events to record, and events to wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.queue: deque[Any] = deque()
         self.error: Exception | None = None
 
-    def wait_event(self, event: HeldEvent) -> None:
+    def wait_event(self, event):
         self.queue.append(event.query)
 
     @property
-    def blocked(self) -> bool:
+    def blocked(self):
         """Nothing to run, or an event to wait for that has not happened."""
         head = self.queue[0] if self.queue else None
         return head is None or (
@@ -99,7 +97,7 @@ class Held(CudaStreams):
 
     room = free = 0
 
-    def __init__(self, room: int = 1 << 20, dice: random.Random | None = None) -> None:
+    def __init__(self, room=1 << 20, dice=None):
         self.room = self.free = room
         self.turns = 0
         self.engine = HeldStream()
@@ -107,30 +105,30 @@ class Held(CudaStreams):
         self.host_buffers = 0
         self._dice = dice
 
-    def current(self) -> HeldStream:
+    def current(self):
         return self.engine
 
-    def side(self) -> HeldStream:
+    def side(self):
         self.all.append(HeldStream())
         return self.all[-1]
 
     apart = torch.inference_mode
 
-    def do(self, stream: HeldStream, work: Callable[[], object]) -> None:
+    def do(self, stream, work):
         stream.queue.append(work)
 
-    def record(self, stream: HeldStream, *, timing: bool = False) -> HeldEvent:
+    def record(self, stream, *, timing=False):
         event = HeldEvent(self)
         stream.queue.append(event)
         return event
 
-    def host_buffer(self, size: int) -> torch.Tensor:
+    def host_buffer(self, size):
         self.host_buffers += 1
         return torch.zeros(size, dtype=torch.uint8)
 
     # ---- the test's hands ------------------------------------------------------------------------
 
-    def turn(self, *streams: HeldStream) -> bool:
+    def turn(self, *streams):
         """Run one thing of one stream (of the given ones). False: none can go on."""
         ready = [stream for stream in streams or self.all if not stream.blocked]
         if not ready:
@@ -138,12 +136,12 @@ class Held(CudaStreams):
         self._run(self._dice.choice(ready) if self._dice else ready[0])
         return True
 
-    def run(self, *streams: HeldStream) -> None:
+    def run(self, *streams):
         """Run the given streams (all of them) as far as they can go."""
         while self.turn(*streams):
             pass
 
-    def _run(self, stream: HeldStream) -> None:
+    def _run(self, stream):
         head = stream.queue.popleft()
         self.turns += 1
         if isinstance(head, HeldEvent):

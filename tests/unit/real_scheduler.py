@@ -1,8 +1,6 @@
 """vLLM's own Scheduler with kvtier's connector in it, and no model: steps are answered as workers
 would."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any
@@ -18,7 +16,7 @@ class Core:
     """A scheduler of one rank. The model's every answer is the token 7, and computing takes
     ``token_s`` a token by the clock of kvtier's load policy."""
 
-    def __init__(self, model, settings=None, token_s=0.0, **more) -> None:
+    def __init__(self, model, settings=None, token_s=0.0, **more):
         """``settings``: kvtier's. ``more``: arguments of the engine."""
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -57,13 +55,7 @@ class Core:
             config, cache, StructuredOutputManager(config), BLOCK, log_stats=False
         )
         self.scheduler._try_schedule_encoder_inputs = (
-            lambda request, start, tokens, budget, *_, **__: (
-                [],
-                tokens,
-                budget,
-                [],
-                None,
-            )
+            lambda request, start, tokens, budget, *_, **__: ([], tokens, budget, [], None)
         )
         self.connector: Any = self.scheduler.connector
         self.rank = RankLayout(
@@ -77,7 +69,7 @@ class Core:
             policy = self.connector._scheduler._load_policy
             policy.clock = lambda: time.monotonic() + self.computed * token_s
 
-    def request(self, name, tokens, media=None, **more) -> Any:
+    def request(self, name, tokens, media=None, **more):
         """``media``: for each image its first token and its name. Each is 8 tokens long."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -98,20 +90,20 @@ class Core:
             name, tokens, limits, None, mm_features=features, block_hasher=hasher, **more
         )
 
-    def add(self, request: Any) -> None:
+    def add(self, request):
         self.scheduler.add_request(request)
 
-    def step(self, *, replaced: bool = False, failed: bool = False) -> Any:
+    def step(self, *, replaced=False, failed=False):
         """One step of the engine: what was scheduled. Workers do every job, or their loads have
         ``failed``, or they have ``replaced`` weights and do no job."""
         self.begin()
         return self.end(replaced=replaced, failed=failed)
 
-    def begin(self) -> None:
+    def begin(self):
         """A step is planned."""
         self.output = self.scheduler.schedule()
 
-    def end(self, *, replaced: bool = False, failed: bool = False) -> Any:
+    def end(self, *, replaced=False, failed=False):
         """What was planned is done, and the scheduler hears of it."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -150,11 +142,11 @@ class Core:
         self.scheduler.update_from_output(output, answer)
         return output
 
-    def _ends(self, name: str) -> bool:
+    def _ends(self, name):
         request = self.scheduler.requests[name]
         return bool(request.num_computed_tokens >= request.num_tokens)
 
-    def run(self, name: str) -> None:
+    def run(self, name):
         """Step until this request waits for more, or is over."""
         for _ in range(100):
             request = self.scheduler.requests.get(name)
@@ -163,7 +155,7 @@ class Core:
             self.step()
         raise AssertionError(f"{name} never ends")
 
-    def hit(self, request: Any) -> int:
+    def hit(self, request):
         """Tokens that kvtier would load for it."""
         tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
         self.connector.request_finished(request, [])

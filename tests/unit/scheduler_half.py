@@ -1,13 +1,7 @@
 """The scheduler's half without a connector."""
 
-from __future__ import annotations
 
-from typing import Any
-
-
-def scheduler_half(
-    store: Any, layout: Any, geometry: Any, parts: Any, load_policy: Any, **duty: Any
-) -> Any:
+def scheduler_half(store, layout, geometry, parts, load_policy, **duty):
     """``parts``: where each rank's parts of a slot lie. It has the extensions that every engine
     has."""
     from kvtier.connectors.vllm.extension import Duty, Tools
@@ -25,7 +19,7 @@ def scheduler_half(
     )
 
 
-def extension(half: Any, kind: Any) -> Any:
+def extension(half, kind):
     """The one of this class that a half has."""
     (found,) = (each for each in half.extensions if isinstance(each, kind))
     return found

@@ -1,7 +1,5 @@
 """What a worker is told of its model, where a test has none."""
 
-from __future__ import annotations
-
 from kvtier.connectors.vllm.worker_side.loaded import LoadedModel
 
 
@@ -10,21 +8,21 @@ class StillModel(LoadedModel):
 
     other = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
-    def backends(self) -> list[str]:
+    def backends(self):
         return ["test"]
 
-    def resolved(self) -> dict[str, str] | None:
+    def resolved(self):
         return {}
 
-    def others(self) -> tuple[tuple[str, str, str], ...]:
+    def others(self):
         return ()
 
-    def weights(self) -> str | None:
+    def weights(self):
         return None
 
-    def replaced(self, *, looks: bool) -> bool:
+    def replaced(self, *, looks):
         other, self.other = self.other and looks, False
         return other

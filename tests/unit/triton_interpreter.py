@@ -1,17 +1,14 @@
 """The Triton kernel on CPU tensors: Triton's interpreter runs it, a program at a time."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from functools import cache
-from types import ModuleType
 
 import pytest
 
 
 @cache
-def interpreted() -> ModuleType:
+def interpreted():
     """A second :mod:`kvtier.gpu.kernel`, which Triton's interpreter runs. Skips the test where
     Triton is not installed. Triton looks at the variable when a kernel is declared, so it is set
     for that long only, and the module that a CUDA device is served by is another one."""

@@ -10,8 +10,6 @@ cell and seed, which replay it.
 :mod:`tests.trust.engine.within`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -19,18 +17,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import vllm
 
 from kvtier.bench.model import make_model
-from tests.trust.engine.cells import CELLS, OVER_HOSTS, Cell
+from tests.trust.engine.cells import CELLS, OVER_HOSTS
 from tests.trust.engine.driven import Told, quiet, run
 
 
-def _all(cells: Sequence[Cell], model: Path, steps: int, seed: int, jobs: int) -> Iterator[Told]:
+def _all(cells, model, steps, seed, jobs):
     """Every cell, in so many processes."""
     if jobs == 1:
         yield from (run(cell, model, steps, seed) for cell in cells)
@@ -41,7 +38,7 @@ def _all(cells: Sequence[Cell], model: Path, steps: int, seed: int, jobs: int) -
         yield from (each.result() for each in runs)
 
 
-def main() -> int:
+def main():
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

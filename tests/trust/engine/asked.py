@@ -10,10 +10,9 @@ import contextlib
 import copy
 import importlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from tests.trust.engine import planning
@@ -42,17 +41,17 @@ class Asked:
     """vLLM's modules."""
 
     @property
-    def layout(self) -> Any:
+    def layout(self):
         """The order of vLLM's one allocation."""
         return self.config.cache_config.get_resolved_kv_cache_layout()
 
 
-def _parser() -> None:
+def _parser():
     from vllm.transformers_utils.config import register_config_parser
     from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
     class MadeHere(ConfigParserBase):  # type: ignore[misc]
-        def parse(self, model: Any, *more: Any, **named: Any) -> tuple[dict[str, Any], Any]:
+        def parse(self, model, *more, **named):
             found = copy.deepcopy(_MADE[str(model)])  # vLLM makes it a draft model's
             return found.to_dict(), found
 
@@ -63,7 +62,7 @@ def _parser() -> None:
 
 
 @cache
-def _types() -> dict[str, list[str]]:
+def _types():
     """Model types of transformers by architecture."""
     from transformers.models.auto import modeling_auto
 
@@ -76,7 +75,7 @@ def _types() -> dict[str, list[str]]:
     return found
 
 
-def configuration(architecture: str, text: Text) -> Any:
+def configuration(architecture, text):
     """Raises LookupError where there is no configuration class here."""
     from transformers import CONFIG_MAPPING
 
@@ -100,7 +99,7 @@ def configuration(architecture: str, text: Text) -> Any:
     return found
 
 
-def _made(kind: Any, text: Text) -> Any:
+def _made(kind, text):
     if "text_config" in getattr(kind, "sub_configs", {}):
         return kind(text_config=dict(text)) if text else kind()
     return kind(**text)
@@ -162,14 +161,14 @@ ADDED: dict[str, dict[str, Any]] = {
 """Fields that checkpoints have and configuration classes do not. A name is another field's."""
 
 
-def _of_vllm(name: str, **fields: Any) -> Any:
+def _of_vllm(name, **fields):
     """One that vLLM has no longer is transformers'."""
     places = map(importlib.import_module, ("vllm.transformers_utils.configs", "transformers"))
     kind = next(getattr(place, name) for place in places if hasattr(place, name))
     return kind(**fields)
 
 
-def _deepseek_v4(text: Text) -> Any:
+def _deepseek_v4(text):
     layers = text.get("num_hidden_layers", 43)
     ratios = [0, 0, *(4 if number % 2 == 0 else 128 for number in range(2, layers))]
     fields = {
@@ -226,7 +225,7 @@ def _deepseek_v4(text: Text) -> Any:
     return _of_vllm("DeepseekV4Config", **fields | dict(text))
 
 
-def _deepseek_v41(text: Text) -> Any:
+def _deepseek_v41(text):
     base = _deepseek_v4({}).to_dict()
     layers = text.get("num_hidden_layers", 40)
     sources = [number for number in range(2, layers) if number % 4 == 2] or [2]
@@ -247,7 +246,7 @@ def _deepseek_v41(text: Text) -> Any:
     return _of_vllm("DeepseekV41Config", text_config=base | dict(text), quantization_config=quant)
 
 
-def _linear(layers: int) -> dict[str, Any]:
+def _linear(layers):
     """Three layers of Kimi delta attention, then one of MLA. Layers are counted from one."""
     full = [number for number in range(1, layers + 1) if not number % 4]
     return {
@@ -259,7 +258,7 @@ def _linear(layers: int) -> dict[str, Any]:
     }
 
 
-def _kimi_fields(text: Text) -> dict[str, Any]:
+def _kimi_fields(text):
     layers = text.get("num_hidden_layers", 27)
     fields = {
         "hidden_size": 2304,
@@ -285,19 +284,19 @@ def _kimi_fields(text: Text) -> dict[str, Any]:
     return fields | dict(text)
 
 
-def _kimi_linear(text: Text) -> Any:
+def _kimi_linear(text):
     return _of_vllm("KimiLinearConfig", **_kimi_fields(text))
 
 
-def _kimi_k3(text: Text) -> Any:
+def _kimi_k3(text):
     return _of_vllm("KimiK3Config", text_config=_kimi_fields(text))
 
 
-def _k3_dspark(text: Text) -> Any:
+def _k3_dspark(text):
     return _of_vllm("K3DSparkConfig", **text)
 
 
-def _minimax_m3(text: Text) -> Any:
+def _minimax_m3(text):
     layers = text.get("num_hidden_layers", 60)
     sparse = [0] * min(3, layers - 1) + [1] * (layers - min(3, layers - 1))
     attention = {
@@ -316,7 +315,7 @@ def _minimax_m3(text: Text) -> Any:
     return _of_vllm("MiniMaxM3Config", text_config=fields)
 
 
-def _inkling(text: Text) -> Any:
+def _inkling(text):
     fixed = {
         "gate_activation": "sigmoid",
         "norm_after_topk": True,
@@ -327,7 +326,7 @@ def _inkling(text: Text) -> Any:
     return _of_vllm("InklingModelConfig", **fixed | dict(text))
 
 
-def _unlimited_ocr(text: Text) -> Any:
+def _unlimited_ocr(text):
     return _of_vllm("UnlimitedOCRConfig", **({"text_config": dict(text)} if text else {}))
 
 
@@ -358,7 +357,7 @@ class Drafter:
     architecture: str = ""
     text: Text = field(default_factory=dict)
 
-    def speculative(self, folder: Path) -> dict[str, Any]:
+    def speculative(self, folder):
         """vLLM's configuration of it."""
         words: dict[str, Any] = {"method": self.method, "num_speculative_tokens": DRAFTS}
         if self.architecture:
@@ -369,13 +368,7 @@ class Drafter:
         return words
 
 
-def ask(
-    architecture: str,
-    text: Text,
-    folder: Path,
-    drafter: Drafter | None = None,
-    **arguments: Any,
-) -> Asked:
+def ask(architecture, text, folder, drafter=None, **arguments):
     """``arguments``: of vLLM's engine. Whatever a start of vLLM raises."""
     if drafter is not None:
         arguments["speculative_config"] = drafter.speculative(folder)
@@ -386,7 +379,7 @@ def ask(
     return Asked(config, specs, _groups(config, specs, layers), layers)
 
 
-def configured(architecture: str, text: Text, folder: Path, **arguments: Any) -> Any:
+def configured(architecture, text, folder, **arguments):
     """vLLM's configuration of an engine with kvtier."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.transformers_utils import config as parsers
@@ -418,7 +411,7 @@ def configured(architecture: str, text: Text, folder: Path, **arguments: Any) ->
     ).create_engine_config()
 
 
-def _built(config: Any) -> dict[str, Any]:
+def _built(config):
     """The model's layers that have a cache. The model itself is let go."""
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -437,7 +430,7 @@ def _built(config: Any) -> dict[str, Any]:
     return layers
 
 
-def _specs(config: Any) -> dict[str, Any]:
+def _specs(config):
     """As vLLM's worker collects them."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
@@ -447,7 +440,7 @@ def _specs(config: Any) -> dict[str, Any]:
     return found
 
 
-def _groups(config: Any, specs: dict[str, Any], layers: dict[str, Any]) -> list[Any]:
+def _groups(config, specs, layers):
     """As vLLM's engine core plans them (``EngineCore._initialize_kv_caches``)."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -470,7 +463,7 @@ def _groups(config: Any, specs: dict[str, Any], layers: dict[str, Any]) -> list[
 
 
 @contextlib.contextmanager
-def world(folder: Path) -> Iterator[None]:
+def world(folder):
     """This process is the only rank of an engine."""
     from vllm.config import VllmConfig
 

@@ -11,7 +11,7 @@ FEW_BLOCKS = 30
 """With fewer blocks requests are preempted often."""
 
 
-def words(count: int, first: int = 0) -> list[int]:
+def words(count, first=0):
     """A prompt. Prompts with another ``first`` have nothing in common."""
     return [(first * 211 + place * 13 + 5) % VOCABULARY for place in range(count)]
 
@@ -71,22 +71,22 @@ class Cell:
     """Hosts whose server has Redis below, which is one for all of them."""
 
     @property
-    def ranks(self) -> int:
+    def ranks(self):
         return self.pipeline * self.prefill * self.tensor
 
     @property
-    def depth(self) -> int:
+    def depth(self):
         """Most steps in flight. V1 does not do async scheduling and pipeline parallelism at
         once."""
         overlaps = self.async_scheduling and (self.v2 or self.pipeline == 1)
         return self.pipeline + overlaps
 
     @property
-    def has_state(self) -> bool:
+    def has_state(self):
         return any(group.split()[0] == "state" for group in self.groups)
 
     @property
-    def shows(self) -> set[str]:
+    def shows(self):
         """What is counted at least once where everything that the cell is about is in force."""
         loses_server = self.hosts == 1 and bool(self.trouble)
         marks = {
@@ -162,7 +162,7 @@ those that are early any prompt and not all of them. Hits within blocks end at m
 ``prefix_match_unit``; beside drafts kvtier's end with blocks."""
 
 
-def _cell(name: str, **more: Any) -> Cell:
+def _cell(name, **more):
     """``more``: what is otherwise than the name's words say."""
     settings: dict[str, Any] = {}
     for part in name.split(", "):

@@ -11,12 +11,10 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from tests.child_process import wait_for
 from tests.server_process import ServerProcess, short_folder
-from tests.trust.engine.cells import BLOCK, VOCABULARY, Cell
+from tests.trust.engine.cells import BLOCK, VOCABULARY
 from tests.trust.engine.several_hosts import HostsEngine, HostServers
 from tests.trust.engine.simulated import Engine, ours
 
@@ -33,11 +31,11 @@ class Lost:
     """The server of an engine's own host. It is killed while a load comes in parts, and comes back
     some steps later."""
 
-    def __init__(self, server: ServerProcess, engine: Engine) -> None:
+    def __init__(self, server, engine):
         self._server, self._engine = server, engine
         self._back_in = self._losses = 0
 
-    def step(self) -> None:
+    def step(self):
         """Before each step of the engine."""
         engine = self._engine
         if self._back_in:
@@ -54,7 +52,7 @@ class Lost:
             self._server.kill()
             self._back_in = engine.draw.randrange(1, 12)
 
-    def mend(self) -> None:
+    def mend(self):
         """It is there again."""
         if not self._server.runs:
             self._server.start()
@@ -62,7 +60,7 @@ class Lost:
         wait_for(lambda: store.pool is not None, "the server is there again")
 
 
-def drive(engine: Engine, steps: int, lost: Lost | None = None) -> None:
+def drive(engine, steps, lost=None):
     """Random users for so many steps, then none."""
     draw, wide = engine.draw, engine.block_tokens // BLOCK
     longest = min(engine.longest, (engine.cell.blocks - 2) * engine.block_tokens)
@@ -116,14 +114,14 @@ class Told:
     seconds: float = 0.0
 
 
-def server_config(cell: Cell, folder: Path) -> dict[str, Any]:
+def server_config(cell, folder):
     """Of the server that a cell's engine has. Below a small RAM it has a disk."""
     if not (cell.in_parts or cell.early):
         return {"ram_bytes": 256 * 1024}
     return cell.config | {"nvme_path": folder / "nvme", "nvme_bytes": 4 << 20}
 
 
-def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
+def run(cell, model, steps, seed):
     """One cell, in engines with consecutive seeds. A long run goes on until everything that the
     cell is about has happened, or it has had four times its steps."""
     told, begun = Told(cell.name), time.monotonic()
@@ -162,7 +160,7 @@ def run(cell: Cell, model: Path, steps: int, seed: int) -> Told:
     return told
 
 
-def quiet() -> None:
+def quiet():
     """vLLM and kvtier say nothing, and what they have imported is no longer looked through for
     garbage. Called in every process."""
     gc.freeze()

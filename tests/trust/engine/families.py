@@ -21,13 +21,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.trust.engine import planning
-from tests.trust.engine.asked import DRAFTS, Asked, Drafter, ask, world
+from tests.trust.engine.asked import DRAFTS, Drafter, ask, world
 from tests.trust.engine.drafted import DENSE, DRAFTED
 from tests.trust.engine.pretended import pretend
 
@@ -239,9 +239,7 @@ class Verdict:
     seconds: float = 0.0
 
 
-def judged(
-    architecture: str, text: Mapping[str, Any], folder: Path, drafter: Drafter | None = None
-) -> tuple[Verdict, Asked | None]:
+def judged(architecture, text, folder, drafter=None):
     """A start of vLLM with kvtier, up to where the connector's halves are made."""
     from kvtier.core.errors import KVTierError
 
@@ -260,7 +258,7 @@ def judged(
     return told, asked
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error):
     """What kvtier says within an error of vLLM's, else ""."""
     from kvtier.core.errors import KVTierError
 
@@ -272,7 +270,7 @@ def _cause(error: BaseException) -> str:
     return ""
 
 
-def _of_groups(architecture: str, asked: Asked) -> Verdict:
+def _of_groups(architecture, asked):
     from kvtier.connectors.vllm import layout
     from kvtier.connectors.vllm.layout import why_no_prefixes
     from kvtier.core.errors import LayoutError
@@ -296,12 +294,12 @@ def _of_groups(architecture: str, asked: Asked) -> Verdict:
     return told
 
 
-def _specs(group: Any) -> list[Any]:
+def _specs(group):
     spec = group.kv_cache_spec
     return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 
-def _kind_text(spec: Any) -> str:
+def _kind_text(spec):
     name = type(spec).__name__
     if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
         return f"{name} (indexer)"
@@ -311,7 +309,7 @@ def _kind_text(spec: Any) -> str:
     return f"{name} ({states} tokens a state)" if states not in (1, -1) else name
 
 
-def _group_text(group: Any) -> str:
+def _group_text(group):
     kinds = Counter(_kind_text(spec) for spec in _specs(group))
     each = len(group.layer_names)
     spec = _specs(group)[0]
@@ -320,7 +318,7 @@ def _group_text(group: Any) -> str:
     return f"{each} x {named}{f' {reach}' if reach else ''}, blocks of {spec.block_size}"
 
 
-def registered() -> list[str]:
+def registered():
     """Every architecture that generates text, of vLLM's registry."""
     from vllm.model_executor.models import registry
 
@@ -328,7 +326,7 @@ def registered() -> list[str]:
     return [*sorted(text), *sorted({*media} - {*text})]
 
 
-def sweep(names: Iterable[str], folder: Path) -> list[Verdict]:
+def sweep(names, folder):
     told = []
     for name in names:
         verdict, _ = judged(name, {}, folder)
@@ -337,7 +335,7 @@ def sweep(names: Iterable[str], folder: Path) -> list[Verdict]:
     return told
 
 
-def table(told: Sequence[Verdict]) -> Iterator[str]:
+def table(told):
     """The rows of SPECS.md: architectures by their specs and by what becomes of them."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for one in told:
@@ -382,7 +380,7 @@ class Kept:
     ends: int
 
 
-def kept(name: str, asked: Asked, tokens: int = PROMPT) -> Kept:
+def kept(name, asked, tokens=PROMPT):
     """What is kept of one prompt of so many tokens that nobody else shares."""
     from kvtier.config.keys import Config
     from kvtier.connectors.vllm import layout
@@ -438,7 +436,7 @@ def kept(name: str, asked: Asked, tokens: int = PROMPT) -> Kept:
     )
 
 
-def _layer_specs(group: Any) -> list[Any]:
+def _layer_specs(group):
     spec = group.kv_cache_spec
     if hasattr(spec, "kv_cache_specs"):
         return list(spec.kv_cache_specs.values())
@@ -448,7 +446,7 @@ def _layer_specs(group: Any) -> list[Any]:
 # ---- simulation ----------------------------------------------------------------------------------
 
 
-def simulate(name: str, steps: int, seed: int, folder: Path) -> Iterable[Any]:
+def simulate(name, steps, seed, folder):
     """One family: both schedulers, loads that fail, few blocks, drafts where it has them."""
     from kvtier.core.errors import KVTierError
     from tests.server_process import short_folder
@@ -492,7 +490,7 @@ def simulate(name: str, steps: int, seed: int, folder: Path) -> Iterable[Any]:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def main() -> int:
+def main():
     """See the module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -512,7 +510,7 @@ def main() -> int:
         return _run(given, Path(place))
 
 
-def _run(given: argparse.Namespace, folder: Path) -> int:
+def _run(given, folder):
     if given.sweep:
         names = [name for name in registered() if re.search(given.only, name)]
         told = sweep(names, folder)
@@ -537,7 +535,7 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
     return _simulated(names, given.steps, given.seed, folder)
 
 
-def _simulated(names: Sequence[str], steps: int, seed: int, folder: Path) -> int:
+def _simulated(names, steps, seed, folder):
     violations, cells = list[str](), {}
     for name in names:
         try:
@@ -554,7 +552,7 @@ def _simulated(names: Sequence[str], steps: int, seed: int, folder: Path) -> int
     return bool(violations)
 
 
-def _quiet() -> None:
+def _quiet():
     """Before vLLM is imported."""
     import logging
 

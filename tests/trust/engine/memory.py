@@ -9,9 +9,8 @@ put it there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ Array = np.ndarray[Any, Any]
 _GARBAGE = np.uint64(0x6261643F6B763F21)
 
 
-def chain(salt: str, tokens: Sequence[int], known: list[int] | None = None) -> list[int]:
+def chain(salt, tokens, known=None):
     """For each position the hash of ``salt`` and of all tokens up to it. ``known``: the hashes of
     leading positions."""
     found = list(known or ())
@@ -38,7 +37,7 @@ def chain(salt: str, tokens: Sequence[int], known: list[int] | None = None) -> l
     return found
 
 
-def next_token(state: int) -> int:
+def next_token(state):
     """What the fake model answers after the position whose hash this is."""
     return (state >> 17) % VOCABULARY
 
@@ -57,13 +56,13 @@ class Need:
     block_tokens: int = BLOCK
 
     @classmethod
-    def parse(cls, text: str) -> Need:
+    def parse(cls, text):
         """``"window 40"``, or ``"latent 9/4"`` for a window of 9 in blocks of 4 tokens."""
         kind, _, numbers = text.partition(" ")
         reach, _, block = numbers.partition("/")
         return cls(kind, int(reach or 0), int(block or BLOCK))
 
-    def first(self, end: int) -> int:
+    def first(self, end):
         """The first position that the position ``end`` reads."""
         if self.kind in ("window", "latent", "replayed"):
             return max(0, end - self.reach + 1)
@@ -81,37 +80,15 @@ class Share:
     of: int = 1
     turn: int = 1
 
-    def own(self, positions: Array) -> Array:
+    def own(self, positions):
         """Those of the positions that this rank has."""
         found: Array = positions[positions // self.turn % self.of == self.rank]
         return found
 
-    def within(self, positions: Array) -> Array:
+    def within(self, positions):
         """Their places in what this rank has of everything."""
         found: Array = positions // (self.turn * self.of) * self.turn + positions % self.turn
         return found
-
-
-class Layer(Protocol):
-    """The blocks of one layer. Positions are given as blocks and places in them."""
-
-    def differs(self, blocks: Array, places: Array, states: Array) -> Array:
-        """Which positions hold anything but the KV after ``states``."""
-
-    def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
-        """A forward pass writes these positions."""
-
-    def has_state(self, block: int, state: int) -> bool: ...
-
-    def put_state(self, block: int, state: int, garbage: np.uint64) -> None: ...
-
-    def move_state(self, source: int, target: int) -> None: ...
-
-    def copy(self, source: int, target: int) -> None:
-        """All of a block."""
-
-    def scribble(self, blocks: Sequence[int]) -> None:
-        """What is in these blocks now is nobody's KV."""
 
 
 class Words:
@@ -120,38 +97,38 @@ class Words:
 
     COUNT = 2
 
-    def __init__(self, memory: torch.Tensor, first: int) -> None:
+    def __init__(self, memory, first):
         self._memory = memory
         self._flat = memory.numpy().view(np.uint64).reshape(len(memory) * BLOCK, self.COUNT)
         numbers = [first + word for word in range(self.COUNT)]
         self._mark = np.array(numbers, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
-    def differs(self, blocks: Array, places: Array, states: Array) -> Array:
+    def differs(self, blocks, places, states):
         held = self._flat.take(blocks * BLOCK + places, axis=0)
         first, second = (held ^ self._mark).T
         wrong: Array = (first != states) | (second != states)
         return wrong
 
-    def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
+    def put(self, blocks, places, states, garbage):
         self._flat[blocks * BLOCK + places] = states[:, None] ^ self._mark ^ garbage
 
-    def has_state(self, block: int, state: int) -> bool:
+    def has_state(self, block, state):
         place, wanted = block * BLOCK, np.uint64(state) ^ self._mark
         return bool(self._flat[place, 0] == wanted[0] and (self._flat[place + 1] == wanted).all())
 
-    def put_state(self, block: int, state: int, garbage: np.uint64) -> None:
+    def put_state(self, block, state, garbage):
         place, value = block * BLOCK, np.uint64(state) ^ self._mark ^ garbage
         self._flat[place, 0] = value[0]
         self._flat[place + 1] = value
 
-    def move_state(self, source: int, target: int) -> None:
+    def move_state(self, source, target):
         place, other = source * BLOCK, target * BLOCK
         self._flat[other : other + 2] = self._flat[place : place + 2]
 
-    def copy(self, source: int, target: int) -> None:
+    def copy(self, source, target):
         self._memory[target] = self._memory[source]
 
-    def scribble(self, blocks: Sequence[int]) -> None:
+    def scribble(self, blocks):
         self._memory[list(blocks)] = 0x0BAD
 
 
@@ -159,24 +136,13 @@ class RankMemory:
     """The paged KV cache of one rank: of each group what it needs and its layers. ``tensors``: what
     is registered, by layer."""
 
-    def __init__(
-        self,
-        groups: Sequence[tuple[Need, Sequence[Layer]]],
-        tensors: Mapping[str, torch.Tensor | list[torch.Tensor]],
-        share: Share = Share(),
-    ) -> None:
+    def __init__(self, groups, tensors, share=Share()):
         self._groups, self._share, self.left_to_others = groups, share, 0
         self._window = max((one.reach for one, _ in groups if one.kind == "replayed"), default=0)
         self.tensors = tensors
 
     @classmethod
-    def of_words(
-        cls,
-        groups: Sequence[tuple[Need, Sequence[str]]],
-        rank: int,
-        blocks: int,
-        share: Share = Share(),
-    ) -> RankMemory:
+    def of_words(cls, groups, rank, blocks, share=Share()):
         """For each layer of a group a tensor ``[blocks, tokens a block, words]`` of int64. As in
         vLLM the groups lie over one another: their layers of equal number share a tensor, and every
         block belongs to one group at a time. A state is two tensors, which lie in the first tokens'
@@ -201,9 +167,7 @@ class RankMemory:
         needs = [need for need, _ in groups]
         return cls(list(zip(needs, layers, strict=True)), tensors, share)
 
-    def _places(
-        self, need: Need, blocks: Sequence[int], begin: int, end: int
-    ) -> tuple[Array, Array, Array]:
+    def _places(self, need, blocks, begin, end):
         """The positions that this rank has of a stretch, and the block and the place in it of
         each."""
         positions, size = np.arange(begin, end), need.block_tokens
@@ -217,14 +181,7 @@ class RankMemory:
             return positions, np.full(len(positions), table[0]), local % size
         return positions, table[local // size], local % size
 
-    def wrong(
-        self,
-        blocks: Sequence[Sequence[int]],
-        states: Array,
-        computed: int,
-        replay: int = 0,
-        column: int | None = None,
-    ) -> str:
+    def wrong(self, blocks, states, computed, replay=0, column=None):
         """What is not what it must be of all that a step from position ``computed`` on reads, else
         "". ``blocks``: by group. ``states``: of :func:`chain`, as uint64. ``replay``: where a
         replay began, else 0. ``column``: where in a table the running state lies, if not at the end
@@ -252,24 +209,14 @@ class RankMemory:
                 return f"position {positions[bad.argmax()]} of a {need.kind} group"
         return ""
 
-    def _known(self, need: Need, computed: int, replay: int, end: int) -> int:
+    def _known(self, need, computed, replay, end):
         """Up to where a group has KV before a step. A replay writes replayed windows alone: of the
         others the whole hit is there, and stays."""
         if replay and need.kind != "replayed":
             return min(max(computed, replay + self._window), end)
         return computed
 
-    def write(
-        self,
-        blocks: Sequence[Sequence[int]],
-        states: Array,
-        computed: int,
-        replay: int = 0,
-        column: int | None = None,
-        drafts: int = 0,
-        *,
-        sound: bool,
-    ) -> None:
+    def write(self, blocks, states, computed, replay=0, column=None, drafts=0, *, sound):
         """The forward pass writes the positions from ``computed`` on; garbage if it computed over
         garbage. The state before the last ``drafts`` of them goes to a ``column`` of the table, and
         that after each draft to the next one."""
@@ -290,25 +237,25 @@ class RankMemory:
             for layer in layers:
                 layer.put(held, places, new, garbage)
 
-    def move_state(self, blocks: Sequence[Sequence[int]], source: int, target: int) -> None:
+    def move_state(self, blocks, source, target):
         """After sampling the state in one column of a table is copied to another."""
         for (need, layers), table in zip(self._groups, blocks, strict=True):
             if need.kind == "state":
                 for layer in layers:
                     layer.move_state(table[source], table[target])
 
-    def put_state(self, group: int, block: int, state: int, *, sound: bool) -> None:
+    def put_state(self, group, block, state, *, sound):
         """A forward pass writes one more state of a group."""
         for layer in self._groups[group][1]:
             layer.put_state(block, state, np.uint64(0) if sound else _GARBAGE)
 
-    def copy(self, source: int, target: int) -> None:
+    def copy(self, source, target):
         """One block is copied to another, as vLLM has it done before a forward pass."""
         for _, layers in self._groups:
             for layer in layers:
                 layer.copy(source, target)
 
-    def scribble(self, blocks: Sequence[int]) -> None:
+    def scribble(self, blocks):
         """A load failed half way: what is in these blocks now is nobody's KV."""
         for _, layers in self._groups:
             for layer in layers:

@@ -5,15 +5,10 @@ See :mod:`tests.trust.engine.simulated` for what is simulated of an engine, and
 :mod:`tests.trust.engine.asked` for where the layers come from.
 """
 
-from __future__ import annotations
-
 import copy
 import math
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +23,6 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
-    KVCacheConfig,
-    KVCacheTensor,
     MambaSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -39,22 +32,20 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.trust.engine import planning
-from tests.trust.engine.asked import Asked
-from tests.trust.engine.cells import Cell
-from tests.trust.engine.memory import Array, Need, RankMemory, Share
-from tests.trust.engine.simulated import _V2_CONFIG, Engine, Rank, Work
+from tests.trust.engine.memory import Array, Need, RankMemory
+from tests.trust.engine.simulated import _V2_CONFIG, Engine
 
 _V1_CONFIG = type("V1Config", (VllmConfig,), {"use_v2_model_runner": False})
 _ODD = 0x9E3779B97F4A7C15
 
 
-def spec_of(group: Any) -> Any:
+def spec_of(group):
     """A group's spec, or that of its first layer."""
     spec = group.kv_cache_spec
     return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def need(spec: Any, drafts: int = 0) -> str:
+def need(spec, drafts=0):
     """What vLLM's model needs of a group, as :meth:`Need.parse` reads it. It is written here again,
     so that kvtier is not judged by its own reading. Beside drafts half of a ring's rows are for
     those of a step."""
@@ -76,15 +67,7 @@ class Page:
     """One layer. Each position of a block has an equal part of the block's bytes, and the last one
     those that are left over. A state has all of them."""
 
-    def __init__(
-        self,
-        memory: Array,
-        tensor: KVCacheTensor,
-        number: int,
-        spec: Any,
-        blocks: int,
-        mark: int,
-    ) -> None:
+    def __init__(self, memory, tensor, number, spec, blocks, mark):
         tokens = 1 if isinstance(spec, MambaSpec) else spec.block_size
         size = content_bytes(spec)
         begin, step = tensor.offset + number * tensor.layer_stride, tensor.block_stride
@@ -101,11 +84,11 @@ class Page:
         self._mark = np.uint64(mark * _ODD % (1 << 64))
         self._odd = np.arange(1, 2 * (width + rest), 2, dtype=np.uint64) * np.uint64(_ODD)
 
-    def _bytes(self, states: Array, begin: int, end: int) -> Array:
+    def _bytes(self, states, begin, end):
         found: Array = (states ^ self._mark)[:, None] * self._odd[begin:end] >> self._shift
         return found.astype(self._type)
 
-    def differs(self, blocks: Array, places: Array, states: Array) -> Array:
+    def differs(self, blocks, places, states):
         width = self._places.shape[2]
         wrong: Array = (self._places[blocks, places] != self._bytes(states, 0, width)).any(axis=1)
         if self._rest.shape[1]:
@@ -115,33 +98,33 @@ class Page:
             ).any(axis=1)
         return wrong
 
-    def put(self, blocks: Array, places: Array, states: Array, garbage: np.uint64) -> None:
+    def put(self, blocks, places, states, garbage):
         width, states = self._places.shape[2], states ^ garbage
         self._places[blocks, places] = self._bytes(states, 0, width)
         if self._rest.shape[1]:
             ends = places == self._last
             self._rest[blocks[ends]] = self._bytes(states[ends], width, len(self._odd))
 
-    def has_state(self, block: int, state: int) -> bool:
+    def has_state(self, block, state):
         one = np.array([state], np.uint64)
         return not self.differs(np.array([block]), np.array([0]), one)[0]
 
-    def put_state(self, block: int, state: int, garbage: np.uint64) -> None:
+    def put_state(self, block, state, garbage):
         one = np.array([state], np.uint64)
         self.put(np.array([block]), np.array([0]), one, garbage)
 
-    def move_state(self, source: int, target: int) -> None:
+    def move_state(self, source, target):
         self._places[target] = self._places[source]
         self._rest[target] = self._rest[source]
 
     copy = move_state
 
-    def scribble(self, blocks: Sequence[int]) -> None:
+    def scribble(self, blocks):
         self._places[list(blocks)] = 0x0B
         self._rest[list(blocks)] = 0x0B
 
 
-def content_bytes(spec: Any) -> int:
+def content_bytes(spec):
     """Bytes of a block of one layer, without padding."""
     size: int = (
         spec.unpadded_page_size_bytes
@@ -151,7 +134,7 @@ def content_bytes(spec: Any) -> int:
     return size
 
 
-def bytes_per_block(asked: Asked) -> int:
+def bytes_per_block(asked):
     """Of all groups together, as they lie over one another."""
     plan = planning.of_groups(asked.config, asked.groups, 1 << 44)
     return int(plan.kv_cache_tensors[0].size // plan.num_blocks)
@@ -160,7 +143,7 @@ def bytes_per_block(asked: Asked) -> int:
 class PlannedEngine(Engine):
     """An engine of a real model's layers."""
 
-    def __init__(self, cell: Cell, asked: Asked, folder: Path, draw: random.Random) -> None:
+    def __init__(self, cell, asked, folder, draw):
         self._asked = asked
         specs = [spec_of(group) for group in asked.groups]
         kept = [spec.block_size for spec in specs if spec.prefix_cacheable]
@@ -171,7 +154,7 @@ class PlannedEngine(Engine):
         cell = replace(cell, groups=tuple(need(spec, cell.drafts) for spec in specs))
         super().__init__(cell, Path(), folder, draw)
 
-    def _configured(self, model: Path, folder: Path) -> VllmConfig:
+    def _configured(self, model, folder):
         """A copy of the model's configuration, for one engine."""
         config, cell = copy.copy(self._asked.config), self.cell
         for part in ("cache_config", "scheduler_config", "model_config", "compilation_config"):
@@ -200,7 +183,7 @@ class PlannedEngine(Engine):
         config.cache_config.prefix_match_unit = cell.match_unit
         return config
 
-    def _cache(self, groups: Any = None) -> KVCacheConfig:
+    def _cache(self, groups=None):
         memory = self.cell.blocks * bytes_per_block(self._asked)
         groups = copy.deepcopy(self._asked.groups)
         plan = planning.of_groups(self.config, groups, memory)
@@ -208,10 +191,10 @@ class PlannedEngine(Engine):
         plan.kv_cache_layout = self.config.cache_config.kv_cache_layout
         return self._resolved_sizes(plan)
 
-    def _scheduler_cache(self) -> KVCacheConfig:
+    def _scheduler_cache(self):
         return generate_scheduler_kv_cache_config([self._cache()])
 
-    def _resolved_sizes(self, plan: KVCacheConfig) -> KVCacheConfig:
+    def _resolved_sizes(self, plan):
         """What vLLM's engine core settles when the groups are known."""
         cache = self.config.cache_config
         cache.num_gpu_blocks = plan.num_blocks
@@ -229,7 +212,7 @@ class PlannedEngine(Engine):
         self._sizes = plan.hash_block_size, plan.cache_hit_alignment_tokens
         return plan
 
-    def _memory(self, rank: int, groups: Any, share: Share) -> RankMemory:
+    def _memory(self, rank, groups, share):
         plan = self._cache()
         backends = [
             self._backends(number, group) for number, group in enumerate(self._asked.groups)
@@ -252,7 +235,7 @@ class PlannedEngine(Engine):
             found.append((Need.parse(wanted), pages))
         return RankMemory(found, caches, share)
 
-    def _checkpoint(self, rank: Rank, work: Work) -> None:
+    def _checkpoint(self, rank, work):
         """As vLLM's kernels do it that can leave the state at a block's end within a prompt."""
         for number, group in enumerate(self._asked.groups):
             spec = spec_of(group)
@@ -271,7 +254,7 @@ class PlannedEngine(Engine):
                 state, block = work.states[work.begin + offset - 1], work.blocks[number][column]
                 rank.memory.put_state(number, block, state, sound=not work.bad)
 
-    def _backends(self, number: int, group: Any) -> list[AttentionGroup]:
+    def _backends(self, number, group):
         return [
             AttentionGroup(
                 self._asked.layers[name].get_attn_backend(),
@@ -283,6 +266,6 @@ class PlannedEngine(Engine):
         ]
 
 
-def _layer_spec(group: Any, name: str) -> Any:
+def _layer_spec(group, name):
     spec = group.kv_cache_spec
     return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec

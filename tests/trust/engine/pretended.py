@@ -9,11 +9,9 @@ looks at a model class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,27 +37,27 @@ _PACKAGES = ("cutlass", "cuda", "deep_gemm", "torchvision")
 class _Anything(type):
     """A class that has whatever is asked of it."""
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Stand
 
-    def __getitem__(cls, item: Any) -> Any:
+    def __getitem__(cls, item):
         return cls
 
 
 class _Stand(metaclass=_Anything):
     """For a stream, an event, a kernel, a decorator: any call is answered."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments, **named):
         return
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Stand()
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments, **named):
         return _Stand()
 
 
@@ -68,7 +66,7 @@ class _Module(ModuleType):
 
     __path__: list[str] = []  # noqa: RUF012 as a package's
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Stand
@@ -77,19 +75,19 @@ class _Module(ModuleType):
 class _Packages(MetaPathFinder, Loader):
     """Finds what is not installed. It is asked last."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in _PACKAGES:
             return None
         return ModuleSpec(name, self, is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
+    def create_module(self, spec):
         return _Module(spec.name)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         return
 
 
-def pretend() -> None:
+def pretend():
     """From now on vLLM in this process is on a Hopper."""
     for name in _COMPILED:
         sys.modules.setdefault(name, _Module(name))
@@ -127,23 +125,23 @@ def pretend() -> None:
     _look_at_classes_here()
 
 
-def _give_triton_a_backend() -> None:
+def _give_triton_a_backend():
     """Its kernels are declared, and never run. vLLM looks for a backend by its name only."""
     from triton import backends
 
     class Here:
         @staticmethod
-        def is_active() -> bool:
+        def is_active():
             return False
 
     backends.backends.setdefault("cpu", backends.Backend(compiler=None, driver=Here))
 
 
-def _look_at_classes_here() -> None:
+def _look_at_classes_here():
     """vLLM imports a model class in a process of its own first, of which each takes seconds."""
     from vllm.model_executor.models import registry
 
-    def inspect_model_cls(self: Any) -> Any:
+    def inspect_model_cls(self):
         return registry._ModelInfo.from_model_cls(self.load_model_cls())
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect_model_cls
@@ -152,9 +150,7 @@ def _look_at_classes_here() -> None:
 class _OnMeta(TorchFunctionMode):  # type: ignore[misc]
     """What is made on a device, or moved there, is on the meta device."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, arguments=(), named=None):
         named = dict(named or {})
         if function is torch.Tensor.cuda:
             return arguments[0].to(META)
@@ -167,12 +163,12 @@ class _OnMeta(TorchFunctionMode):  # type: ignore[misc]
         return function(*arguments, **named)
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device):
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
+def on_meta():
     """Tensors are made on the meta device, in bfloat16, and every kernel is there."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -184,11 +180,11 @@ def on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def _every_kernel() -> Iterator[None]:
+def _every_kernel():
     space: Any = torch._ops._OpNamespace
     found = space.__getattr__
 
-    def lenient(self: Any, name: str) -> Any:
+    def lenient(self, name):
         try:
             return found(self, name)
         except AttributeError:
@@ -203,7 +199,7 @@ def _every_kernel() -> Iterator[None]:
         space.__getattr__ = found
 
 
-def alone(config: Any, folder: Path) -> None:
+def alone(config, folder):
     """The only rank of a world of its own. Once a process."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state

@@ -6,29 +6,21 @@ Every slot holds bytes of chunks that lay there before, or none. So a part that 
 not on that host, is seen when it is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import random
 import select
 import socket
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.hosts import Hosts
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess, short_folder
-from tests.trust.engine.cells import PHASES, Cell
-from tests.trust.engine.simulated import Engine, Step, Work, ours
+from tests.trust.engine.cells import PHASES
+from tests.trust.engine.simulated import Engine, ours
 
 _RAM_BYTES = 192 * 1024
 _TROUBLE = 0.06
@@ -38,7 +30,7 @@ _TROUBLE = 0.06
 class Gate:
     """A network between the scheduler and a server: everything passes, or nothing does."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self._to = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -49,29 +41,29 @@ class Gate:
         self._ends = False
         threading.Thread(target=self._run, daemon=True).start()
 
-    def shut(self) -> None:
+    def shut(self):
         """Nothing passes from now on, and no end is told."""
         self._passes.clear()
 
-    def open(self, *, cut: bool) -> None:
+    def open(self, *, cut):
         """Everything passes. ``cut``: the connections from before are broken."""
         if cut:
             self._break()
         self._passes.set()
 
-    def close(self) -> None:
+    def close(self):
         self._ends = True
         self._passes.set()
         self._break()
         self._listener.close()
 
-    def _break(self) -> None:
+    def _break(self):
         with self._lock:
             for one in self._pairs:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
 
-    def _run(self) -> None:
+    def _run(self):
         while not self._ends:
             self._passes.wait()
             with contextlib.suppress(OSError, ValueError):
@@ -79,7 +71,7 @@ class Gate:
                 for one in ready if self._passes.is_set() else ():
                     self._pass_on(one)
 
-    def _pass_on(self, one: socket.socket) -> None:
+    def _pass_on(self, one):
         if one is self._listener:
             near, _ = one.accept()
             try:
@@ -109,7 +101,7 @@ class HostServers:
     ``with_redis``: the hosts whose servers have the same Redis below.
     """
 
-    def __init__(self, stack: ExitStack, with_redis: Sequence[int] = ()) -> None:
+    def __init__(self, stack, with_redis=()):
         port = free_port()
         redis = stack.enter_context(RedisServer()) if with_redis else None
         self.gate = Gate(port)
@@ -139,11 +131,11 @@ class HostServers:
         self.aged = 0
         """How often a server has begun with its disk of an earlier day."""
 
-    def addresses(self, host: int) -> str:
+    def addresses(self, host):
         """What the configuration of a process on this host says."""
         return f"unix://{self.servers[host].socket},tcp://127.0.0.1:{self.gate.port}"
 
-    def strike(self, kind: str, draw: random.Random) -> None:
+    def strike(self, kind, draw):
         """One host is in trouble until :meth:`mend`."""
         server = draw.choice(self.servers)
         if kind == "aged":
@@ -161,7 +153,7 @@ class HostServers:
             cut = draw.random() < 0.5
             self._ends.append((draw.randrange(1, 12), lambda: self.gate.open(cut=cut)))
 
-    def _age(self, server: ServerProcess, disk: Path) -> None:
+    def _age(self, server, disk):
         """Start it with the disk as it was when this was last done."""
         earlier, now = disk.with_name("earlier"), disk.with_name("now")
         disk.rename(now)
@@ -172,10 +164,10 @@ class HostServers:
         server.start()
 
     @property
-    def whole(self) -> bool:
+    def whole(self):
         return not self._ends
 
-    def mend(self, *, now: bool = False) -> bool:
+    def mend(self, *, now=False):
         """A step has ended, and perhaps a trouble with it. Whether one has."""
         before = len(self._ends)
         left = [(steps - 1, end) for steps, end in self._ends]
@@ -188,14 +180,12 @@ class HostServers:
 class HostsEngine(Engine):
     """See the module's text."""
 
-    def __init__(
-        self, cell: Cell, model: Path, folder: Path, draw: random.Random, servers: HostServers
-    ) -> None:
+    def __init__(self, cell, model, folder, draw, servers):
         self.servers, self._is_calm = servers, False
         super().__init__(cell, model, folder, draw)
         assert isinstance(ours(self.scheduler.connector)._scheduler.store, Hosts)
 
-    def _configured(self, model: Path, folder: Path) -> VllmConfig:
+    def _configured(self, model, folder):
         config = super()._configured(model, folder)
         config.parallel_config.nnodes = 2
         assert config.parallel_config.nnodes_within_dp == 2
@@ -203,7 +193,7 @@ class HostsEngine(Engine):
         extra |= {"server": self.servers.addresses(0), "server_timeout_ms": 150}
         return config
 
-    def _config_of(self, rank: int) -> VllmConfig:
+    def _config_of(self, rank):
         """The second host's own socket is another one."""
         config = super()._config_of(rank)
         if 2 * rank >= self.cell.ranks:
@@ -215,7 +205,7 @@ class HostsEngine(Engine):
 
     # ---- trouble ---------------------------------------------------------------------------------
 
-    def _maybe(self, phase: str) -> None:
+    def _maybe(self, phase):
         assert phase in PHASES
         pending = ours(self.scheduler.connector)._scheduler._pending.values()
         saves = any(one.save is not None for one in pending)
@@ -229,39 +219,39 @@ class HostsEngine(Engine):
         self.counts["faults"] += 1
         self.servers.strike(self.cell.trouble, self.draw)
 
-    def step(self) -> None:
+    def step(self):
         self._maybe("planned")
         super().step()
         if self.servers.mend():
             self._wait_for_all()
         self.counts["disks of an earlier day"] = self.servers.aged
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self):
         """Hundreds of steps would be misses before the next try to connect."""
         store = ours(self.scheduler.connector)._scheduler.store
         wait_for(lambda: store.pool is not None, "both servers are there")
 
-    def _planned(self, output: SchedulerOutput) -> list[Work]:
+    def _planned(self, output):
         self._maybe("copied")
         return super()._planned(output)
 
-    def _compute(self, step: Step, rank: Any) -> None:
+    def _compute(self, step, rank):
         super()._compute(step, rank)
         if rank is self.ranks[0]:
             self._maybe("copied by the second host")
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step):
         self._maybe("reported")
         super()._take_in(step)
 
-    def drain(self, most: int = 4_000) -> None:
+    def drain(self, most=4_000):
         """All servers are there again. What is left of lost connections ends soon."""
         self._is_calm = True
         self.servers.mend(now=True)
         self._wait_for_all()
         super().drain(most)
 
-        def idle() -> bool:
+        def idle():
             with contextlib.suppress(Exception):
                 ours(self.scheduler.connector)._scheduler.store.check(idle=True)
                 return True
@@ -273,7 +263,7 @@ class HostsEngine(Engine):
             self._let_go()
             wait_for(idle, "no slot is held at any host")
 
-    def _let_go(self) -> None:
+    def _let_go(self):
         """A step in which workers hear of the present pools, so that they unmap older ones."""
         self.ask([1] * 40, 1)
         super().drain()

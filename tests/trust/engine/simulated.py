@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +54,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
     SlidingWindowMLASpec,
@@ -74,7 +71,7 @@ from kvtier.core.errors import TierError
 from kvtier.load_policy.decide import BUSY_COPY_S
 from tests.forked import READ_S
 from tests.trust.engine import beside
-from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY, Cell
+from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, VOCABULARY
 from tests.trust.engine.late_saves import LateSaves
 from tests.trust.engine.memory import Array, Need, RankMemory, Share, chain, next_token
 
@@ -83,12 +80,12 @@ _FORWARD = SimpleNamespace(attn_metadata=None)
 """What vLLM tells of a forward pass, as far as a connector asks."""
 
 
-def _sent(what: Any) -> Any:
+def _sent(what):
     """As it arrives in another process."""
     return pickle.loads(pickle.dumps(what))  # noqa: S301 our own bytes
 
 
-def _transferred(connector: Any, finished: set[str]) -> dict[str, set[str] | None]:
+def _transferred(connector, finished):
     """Which transfers have ended, as this vLLM asks for it."""
     if not hasattr(KVConnectorBase_V1, "get_transfer_results"):
         sending, receiving = connector.get_finished(finished)
@@ -169,7 +166,7 @@ _V2_CONFIG = type("V2Config", (VllmConfig,), {"use_v2_model_runner": True})
 """vLLM decides about its runner by Triton, which only the runner itself needs."""
 
 
-def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
+def engine_config(cell, model, folder):
     """vLLM's configuration of a cell. What a CPU platform would turn off is set afterwards."""
     extra: dict[str, Any] = {
         "ram_bytes": 256 * 1024,
@@ -218,7 +215,7 @@ def engine_config(cell: Cell, model: Path, folder: Path) -> VllmConfig:
     return config
 
 
-def transfer_config(cell: Cell, extra: dict[str, Any]) -> dict[str, Any]:
+def transfer_config(cell, extra):
     """kvtier alone, or one of two."""
     ours = {
         "kv_connector": "KVTierConnector",
@@ -242,7 +239,7 @@ def transfer_config(cell: Cell, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def layers_of(cell: Cell, stage: int) -> list[tuple[Need, list[str]]]:
+def layers_of(cell, stage):
     """Of each group what it needs and its layers in this pipeline stage."""
     numbers = range(stage * LAYERS, (stage + 1) * LAYERS)
     return [
@@ -251,7 +248,7 @@ def layers_of(cell: Cell, stage: int) -> list[tuple[Need, list[str]]]:
     ]
 
 
-def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
+def spec(need, drafts=0):
     """As vLLM makes it of a layer: 256 bytes a block."""
     attention: dict[str, Any] = {
         "block_size": need.block_tokens,
@@ -284,9 +281,7 @@ def spec(need: Need, drafts: int = 0) -> KVCacheSpec:
     return FullAttentionSpec(dcp_sharded=need.kind == "full", page_size_padded=256, **attention)
 
 
-def cache_config(
-    groups: Sequence[tuple[Need, list[str]]], blocks: int, drafts: int
-) -> KVCacheConfig:
+def cache_config(groups, blocks, drafts):
     """The groups lie over one another."""
     specs = [KVCacheGroupSpec(names, spec(need, drafts)) for need, names in groups]
     page = specs[0].kv_cache_spec.page_size_bytes
@@ -299,19 +294,19 @@ def cache_config(
     return KVCacheConfig(blocks, tensors, specs)
 
 
-def _named_ranks(cell: Cell) -> int:
+def _named_ranks(cell):
     """How many ranks of a stage vLLM tells apart in its handshake. Of PCP's it keeps one, unless
     they divide blocks."""
     return cell.tensor * (cell.prefill if cell.divide > 1 else 1)
 
 
-def step_metadata(metadata: Any) -> StepMetadata:
+def step_metadata(metadata):
     """kvtier's own part of a step's metadata."""
     told = getattr(metadata, "metadata", [metadata])
     return next(one for one in told if isinstance(one, StepMetadata))
 
 
-def ours(connector: Any) -> Any:
+def ours(connector):
     """kvtier's own, which may be one of several."""
     return next(
         one
@@ -328,7 +323,7 @@ class Engine:
     longest = LONGEST
     """Most tokens of a request."""
 
-    def __init__(self, cell: Cell, model: Path, folder: Path, draw: random.Random) -> None:
+    def __init__(self, cell, model, folder, draw):
         self.cell, self.draw = cell, draw
         self.violations: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -361,7 +356,7 @@ class Engine:
         self.conversations: deque[list[int]] = deque(maxlen=6)
         """The last requests that ended well: prompt and answer."""
 
-    def _made_ranks(self) -> Iterator[Rank]:
+    def _made_ranks(self):
         for rank in range(self.cell.ranks):
             stage, place = divmod(rank, self.cell.prefill * self.cell.tensor)
             groups = layers_of(self.cell, stage)
@@ -381,33 +376,31 @@ class Engine:
                     late.append(LateSaves(paged, self.draw, self.counts))
             yield Rank(stage, memory, connector, late)
 
-    def _config_of(self, rank: int) -> VllmConfig:
+    def _config_of(self, rank):
         """The configuration as one rank has it."""
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(self.config.parallel_config)
         config.parallel_config.rank = rank
         return config
 
-    def _configured(self, model: Path, folder: Path) -> VllmConfig:
+    def _configured(self, model, folder):
         return engine_config(self.cell, model, folder)
 
-    def _cache(self, groups: Sequence[tuple[Need, list[str]]]) -> KVCacheConfig:
+    def _cache(self, groups):
         """What vLLM plans for the layers of a rank."""
         return cache_config(groups, self.cell.blocks, self.cell.drafts)
 
-    def _scheduler_cache(self) -> KVCacheConfig:
+    def _scheduler_cache(self):
         return self._cache(layers_of(self.cell, 0))
 
-    def _memory(
-        self, rank: int, groups: Sequence[tuple[Need, list[str]]], share: Share
-    ) -> RankMemory:
+    def _memory(self, rank, groups, share):
         return RankMemory.of_words(groups, rank, self.cell.blocks, share)
 
-    def _slow_down(self, worker: Any) -> None:
+    def _slow_down(self, worker):
         """Time passes only while the worker copies."""
         now = [0.0]
 
-        def slow(load: Callable[..., Any], jobs: Sequence[Any]) -> Any:
+        def slow(load, jobs):
             now[0] += self._copy_s()
             return load(jobs)
 
@@ -415,23 +408,23 @@ class Engine:
         for one in worker._paged:
             one.load = partial(slow, one.load)
 
-    def _large_chunks(self) -> None:
+    def _large_chunks(self):
         """A chunk's copy takes some milliseconds, and its read does too."""
         half = ours(self.scheduler.connector)._scheduler
         half._load_policy.parts = lambda tokens: tokens // CHUNK
 
-        def slow(read: Callable[..., Any], *arguments: Any) -> Any:
+        def slow(read, *arguments):
             time.sleep(READ_S)
             return read(*arguments)
 
         for lower in getattr(half.store, "lower", ()):
             lower.tier.read = partial(slow, lower.tier.read)
 
-    def _copy_s(self) -> float:
+    def _copy_s(self):
         """How long a slow copy takes: half of what a step may copy for, or all, or more."""
         return self.draw.choice((BUSY_COPY_S / 2, BUSY_COPY_S, 5 * BUSY_COPY_S))
 
-    def _made_scheduler(self) -> Scheduler:
+    def _made_scheduler(self):
         kind = AsyncScheduler if self.cell.async_scheduling else Scheduler
         cache = self._scheduler_cache()
         sizes = resolve_kv_cache_block_sizes(cache, self.config)
@@ -462,16 +455,7 @@ class Engine:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        tokens: list[int],
-        answer: int,
-        salt: str = "",
-        priority: int = 0,
-        *,
-        elsewhere: bool = False,
-        **sampling: Any,
-    ) -> str:
+    def ask(self, tokens, answer, salt="", priority=0, *, elsewhere=False, **sampling):
         """A new request; its name. ``elsewhere``: its prompt was computed elsewhere, and the other
         connector brings it."""
         self._next += 1
@@ -493,13 +477,13 @@ class Engine:
         self.scheduler.add_request(request)
         return name
 
-    def abort(self, name: str) -> None:
+    def abort(self, name):
         self.counts["aborted"] += 1
         status = self.scheduler.requests[name].status
         self.counts["aborted loads"] += status == RequestStatus.WAITING_FOR_REMOTE_KVS
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
-    def reset(self, *, connector: bool, running: bool = False) -> None:
+    def reset(self, *, connector, running=False):
         """vLLM's ``reset_prefix_cache``, as somebody asks for it over HTTP. ``running``: running
         requests lose their blocks too, which vLLM refuses while one of them loads."""
         self.counts["resets"] += 1
@@ -512,7 +496,7 @@ class Engine:
             assert running, "vLLM refuses nothing else"
             self.counts["refused resets"] += 1
 
-    def crowd_out(self) -> None:
+    def crowd_out(self):
         """Other prompts take every free block for a moment: nothing of vLLM's own cache is left in
         them, and what is asked again can be had of kvtier alone."""
         self.counts["crowded out"] += 1
@@ -520,7 +504,7 @@ class Engine:
         blocks.free_blocks(blocks.get_new_blocks(blocks.get_num_free_blocks()))
 
     @property
-    def in_parts(self) -> list[Any]:
+    def in_parts(self):
         """The loads in parts that go on."""
         (early,) = (
             each
@@ -529,7 +513,7 @@ class Engine:
         )
         return list(early._loads.values())
 
-    def lose(self) -> None:
+    def lose(self):
         """A chunk of a load in parts is forgotten everywhere, whether it was read yet or not."""
         half, loads = ours(self.scheduler.connector)._scheduler, self.in_parts
         if loads and self.draw.random() < self.cell.loses:
@@ -537,12 +521,12 @@ class Engine:
             half.store.invalidate([self.draw.choice(wanted)])
 
     @property
-    def live(self) -> list[str]:
+    def live(self):
         return list(self.scheduler.requests)
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self):
         """One turn of vLLM's core loop: plan and begin a step; when enough are in flight, take in
         the oldest."""
         self.counts["steps"] += 1
@@ -561,7 +545,7 @@ class Engine:
         if self._in_flight:
             self._take_in(self._in_flight.popleft())
 
-    def _check_offered(self, planned: Sequence[Work]) -> None:
+    def _check_offered(self, planned):
         """Whatever chunk a step finishes is offered in that step."""
         half = ours(self.scheduler.connector)._scheduler
         for work in planned:
@@ -576,7 +560,7 @@ class Engine:
                     f"{work.request_id}: {finished - prompt.progress.saved} chunks are late"
                 )
 
-    def _count_loads(self, output: SchedulerOutput) -> None:
+    def _count_loads(self, output):
         """Where the tokens of the loads that begin come from, and how those in parts end."""
         half, metadata = (
             ours(self.scheduler.connector)._scheduler,
@@ -599,7 +583,7 @@ class Engine:
             for place, tokens in half.sources(self.scheduler.requests[job.request_id]).items():
                 self.counts[f"tokens from {place}"] += tokens
 
-    def _finish_stages(self) -> None:
+    def _finish_stages(self):
         """Ranks of later stages run all steps but the newest, whose first stage has only just been
         run."""
         newest = self._in_flight[-1] if self.cell.pipeline > 1 else None
@@ -607,7 +591,7 @@ class Engine:
             if step is not newest:
                 self._run_rest(step)
 
-    def _run_rest(self, step: Step) -> None:
+    def _run_rest(self, step):
         for stage in range(1, self.cell.pipeline):
             if any(
                 number not in step.results
@@ -618,7 +602,7 @@ class Engine:
         if not step.sampled:
             self._sample(step)
 
-    def _planned(self, output: SchedulerOutput) -> list[Work]:
+    def _planned(self, output):
         """What the step computes, by what workers know of each request."""
         begins: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
@@ -658,7 +642,7 @@ class Engine:
             work.append(Work(name, tables, begins[name], [count], [], drafted, False, *told))
         return work
 
-    def _resolved(self, work: Work) -> None:
+    def _resolved(self, work):
         """On the device: the tokens of the step, which under async scheduling only it knows, and
         where it begins: the scheduler counts on all drafts of the step before, of which some were
         refused."""
@@ -680,7 +664,7 @@ class Engine:
             work.source = sequence.column
             work.target = sequence.column = -(-end // self.block_tokens) - 1
 
-    def _run_stage(self, step: Step, stage: int) -> None:
+    def _run_stage(self, step, stage):
         """All ranks of a stage run a step: the hooks in the order in which vLLM's model runner
         calls them."""
         if stage == 0:
@@ -718,7 +702,7 @@ class Engine:
         if self.cell.pipeline == 1:
             self._sample(step)
 
-    def _compute(self, step: Step, rank: Rank) -> None:
+    def _compute(self, step, rank):
         for one in rank.late:
             one.computed += 1
         for source, target in step.output.kv_cache_block_copies or ():
@@ -735,11 +719,11 @@ class Engine:
             rank.memory.write(work.blocks, work.kv, work.begin, work.replay, *columns, sound=sound)
             self._checkpoint(rank, work)
 
-    def _checkpoint(self, rank: Rank, work: Work) -> None:
+    def _checkpoint(self, rank, work):
         """States that a forward pass leaves besides its last one. The layers of
         :func:`layers_of` leave none."""
 
-    def _sample(self, step: Step) -> None:
+    def _sample(self, step):
         """The last stage samples, and accepts drafts that the model would have said itself."""
         for work in step.work:
             if not work.samples:
@@ -762,7 +746,7 @@ class Engine:
             sequence.drafts = self._drafts(sequence)
             self._settle_state(work, sequence, len(given) - 1)
 
-    def _settle_state(self, work: Work, sequence: Told, accepted: int) -> None:
+    def _settle_state(self, work, sequence, accepted):
         """As vLLM's workers do when drafts are accepted: the state at the end of a block that they
         have filled is copied to that block. The running one stays where the last of them left
         it."""
@@ -779,7 +763,7 @@ class Engine:
             if target == work.target and end == known + accepted:
                 sequence.column = target
 
-    def _drafts(self, sequence: Told) -> list[int]:
+    def _drafts(self, sequence):
         """What a draft model proposes: right at random."""
         if not self.cell.drafts:
             return []
@@ -792,12 +776,12 @@ class Engine:
         return drafts
 
     @contextmanager
-    def _failing(self, rank: Rank) -> Iterator[None]:
+    def _failing(self, rank):
         """Some loads of this rank fail after they have overwritten their blocks."""
         paged = ours(rank.connector)._worker._paged
         sound: list[Callable[..., Any]] = [one.load for one in paged]
 
-        def load(place: int, jobs: Sequence[Any]) -> Any:
+        def load(place, jobs):
             blocks = [block for *_, own in jobs for block in own]
             if self._fails(rank, blocks):
                 self.counts["faults"] += 1
@@ -813,11 +797,11 @@ class Engine:
             for one, its in zip(paged, sound, strict=True):
                 one.load = its
 
-    def _fails(self, rank: Rank, blocks: list[int]) -> bool:
+    def _fails(self, rank, blocks):
         """Whether a rank cannot load these blocks."""
         return self.draw.random() < self.cell.fails
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step):
         """The oldest step's output comes back to the scheduler."""
         self._run_rest(step)
         names = list(step.output.num_scheduled_tokens)
@@ -854,7 +838,7 @@ class Engine:
                 DraftTokenIds(drafted, [list(self._sequences[name].drafts) for name in drafted])
             )
 
-    def _check(self, request: Request, bad: str) -> None:
+    def _check(self, request, bad):
         """What the user has been given so far is what the model says. What was so before is not
         computed again, as long as it is still there."""
         tokens = list(request.all_token_ids)
@@ -872,7 +856,7 @@ class Engine:
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def drain(self, most: int = 4_000) -> None:
+    def drain(self, most=4_000):
         """Steps until nothing is asked any more; then nothing may be left anywhere."""
         for _ in range(most):
             if not self.scheduler.has_requests() and not self._in_flight:
@@ -899,7 +883,7 @@ class Engine:
         if free != self.cell.blocks - 1:
             self.violations.append(f"{self.cell.blocks - 1 - free} blocks are not free")
 
-    def close(self) -> None:
+    def close(self):
         self.scheduler.shutdown()
         for rank in self.ranks:
             rank.connector.shutdown()

@@ -6,16 +6,12 @@ Engines of vLLM's Qwen 3.5 class with the proportions of Qwen3.6-27B, so that vL
 empty. Then random users for so many steps, with loads that fail: every read is compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.trust.engine import families
 from tests.trust.engine.asked import ask, world
@@ -34,13 +30,13 @@ UNITS = (None, 16)
 TURNS, QUESTION, ANSWER = 6, 200, 60
 
 
-def measured(asked: Any, unit: int | None, folder: Path) -> Iterator[tuple[str, int, int, int]]:
+def measured(asked, unit, folder):
     """``(what, prompt tokens, hit tokens, slots kept)`` of each case: a row of SPECS.md."""
     from tests.trust.engine.cells import Cell
     from tests.trust.engine.planned import PlannedEngine
     from tests.trust.engine.simulated import ours
 
-    def engine() -> PlannedEngine:
+    def engine():
         cell = Cell("within", match_unit=unit, v2=True)
         return PlannedEngine(cell, asked, folder, random.Random(1))
 
@@ -67,17 +63,17 @@ def measured(asked: Any, unit: int | None, folder: Path) -> Iterator[tuple[str, 
         one.close()
 
 
-def _words(count: int, first: int) -> list[int]:
+def _words(count, first):
     from tests.trust.engine.cells import words
 
     return words(count, first)
 
 
-def _hits(engine: Any) -> int:
+def _hits(engine):
     return int(sum(n for name, n in engine.counts.items() if name.startswith("tokens from ")))
 
 
-def simulated(asked: Any, steps: int, folder: Path) -> tuple[dict[str, int], list[str]]:
+def simulated(asked, steps, folder):
     """What random users saw, of both runners."""
     from tests.trust.engine.cells import Cell
     from tests.trust.engine.driven import drive
@@ -95,7 +91,7 @@ def simulated(asked: Any, steps: int, folder: Path) -> tuple[dict[str, int], lis
     return counts, violations
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(words=None):
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--within", action="store_true")

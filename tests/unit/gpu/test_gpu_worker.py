@@ -275,7 +275,7 @@ def test_copies_make_a_step_that_computes_longer_by_5_ms_or_a_twentieth(forward_
         clock.now += forward_s or 0.0
 
     computes = None if forward_s is None else forward
-    rank.streams.do = lambda _, work: work()  # type: ignore[assignment, method-assign]
+    rank.streams.do = lambda _, work: work()  # type: ignore[method-assign]
     rank.step(forward=computes)  # shows how long a forward pass takes
     loads = [rank.job(number, [0, 1], [4, 5, 6, 7]) for number in range(16)]
     report = rank.step(loads, forward=computes)

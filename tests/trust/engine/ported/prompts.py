@@ -1,7 +1,5 @@
 """What most cases begin with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.trust.engine.cells import CHUNK, words

@@ -1,19 +1,12 @@
 """Context parallelism. After the name of each test stands what vLLM calls the case."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.trust.engine.cells import BLOCK, words
 from tests.trust.engine.ported.prompts import MODES
 
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
 
-
-def ours(connector: Any) -> Any:
+def ours(connector):
     """vLLM warns while it is imported."""
     from tests.trust.engine.simulated import ours
 
@@ -28,7 +21,7 @@ LONG = {"chunk_tokens": 2 * DIVIDED}
 
 
 @MODES
-def test_a_hit_ends_with_a_block_of_all_ranks_tokens(make: Make, mode: dict[str, Any]) -> None:
+def test_a_hit_ends_with_a_block_of_all_ranks_tokens(make, mode):
     """A prompt's last token is computed, so the hit of one that is whole chunks ends inside the
     last of them."""
     engine = make(tensor=2, divide=2, turn=4, config=LONG, **mode)
@@ -43,7 +36,7 @@ def test_a_hit_ends_with_a_block_of_all_ranks_tokens(make: Make, mode: dict[str,
         engine.crowd_out()
 
 
-def test_a_worker_tells_how_it_divides_its_blocks(make: Make) -> None:
+def test_a_worker_tells_how_it_divides_its_blocks(make):
     """It is part of every key. vLLM settles the turn in workers alone."""
     divided = make(tensor=2, divide=2, turn=8)
     for rank in divided.ranks:
@@ -52,7 +45,7 @@ def test_a_worker_tells_how_it_divides_its_blocks(make: Make) -> None:
     assert "interleave" not in ours(whole.connector).get_handshake_metadata().description
 
 
-def test_one_rank_that_cannot_save_its_share_keeps_the_chunk_from_all(make: Make) -> None:
+def test_one_rank_that_cannot_save_its_share_keeps_the_chunk_from_all(make):
     engine = make(tensor=2, divide=2, config=LONG)
     prompt = words(2 * DIVIDED + 1)
     with engine.broken_saves(1):
@@ -63,7 +56,7 @@ def test_one_rank_that_cannot_save_its_share_keeps_the_chunk_from_all(make: Make
 
 
 @pytest.mark.parametrize("v2", [True], ids=["V2"])
-def test_every_rank_that_shares_a_prompt_loads_what_one_has_saved(make: Make) -> None:
+def test_every_rank_that_shares_a_prompt_loads_what_one_has_saved(make):
     """Prefill context parallelism, which V2 alone has. Where one of them cannot load, the request
     is computed."""
     engine = make(prefill=2)

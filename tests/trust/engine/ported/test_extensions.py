@@ -1,21 +1,13 @@
 """An extension of another package in a simulated engine: it is found by its entry point, gets its
 own keys, and sees a request from its arrival to its end."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtier.core.errors import ConfigError
 from tests.trust.engine.cells import CHUNK
 from tests.trust.engine.ported.prompts import PROMPT
-
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
 
@@ -68,7 +60,7 @@ absent = kvtier_audit:Absent
 
 
 @pytest.fixture(autouse=True)
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def package(tmp_path, monkeypatch):
     """A distribution that is installed beside kvtier."""
     (tmp_path / "kvtier_audit.py").write_text(AUDIT, encoding="utf-8")
     told = tmp_path / "kvtier_audit-1.0.dist-info"
@@ -80,11 +72,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("kvtier_audit", None)
 
 
-def with_extension(make: Make, named: Any) -> Any:
+def with_extension(make, named):
     return make(config={"extensions": named})
 
 
-def test_it_gets_its_keys_and_sees_a_requests_life(make: Make) -> None:
+def test_it_gets_its_keys_and_sees_a_requests_life(make):
     engine = with_extension(make, {"audit": {"name": "mine"}})
     (audit,) = (each._own for each in engine.half.extensions if hasattr(each, "_own"))
     engine.keep(PROMPT)
@@ -102,7 +94,7 @@ def test_it_gets_its_keys_and_sees_a_requests_life(make: Make) -> None:
     assert seen[-1] == ("finished", warm)
 
 
-def test_what_it_says_of_a_request_is_in_the_answer(make: Make) -> None:
+def test_what_it_says_of_a_request_is_in_the_answer(make):
     engine = with_extension(make, {"audit": {"name": "mine"}})
     name = engine.ask(PROMPT)
     engine.step()
@@ -110,14 +102,12 @@ def test_what_it_says_of_a_request_is_in_the_answer(make: Make) -> None:
     assert engine.half.finished(request) == {"audit.name": "mine"}
 
 
-def test_what_is_installed_and_not_named_is_not_even_imported(make: Make) -> None:
+def test_what_is_installed_and_not_named_is_not_even_imported(make):
     make().answer(PROMPT)
     assert "kvtier_audit" not in sys.modules
 
 
-def test_one_whose_hook_fails_is_told_once_and_is_off(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_whose_hook_fails_is_told_once_and_is_off(make, caplog):
     engine = with_extension(make, {"broken": {"name": "mine"}})
     for _ in range(2):
         engine.keep(PROMPT)
@@ -138,6 +128,6 @@ def test_one_whose_hook_fails_is_told_once_and_is_off(
     ],
     ids=["lacks a key", "no keys", "not installed", "no such class", "no extension", "a list"],
 )
-def test_a_broken_one_is_one_error_in_words(make: Make, named: Any, words: str) -> None:
+def test_a_broken_one_is_one_error_in_words(make, named, words):
     with pytest.raises(ConfigError, match=words):
         with_extension(make, named)

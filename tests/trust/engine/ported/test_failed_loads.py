@@ -1,16 +1,9 @@
 """Loads that fail. After the name of each test stands what vLLM calls the case."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.trust.engine.cells import CHUNK, words
 from tests.trust.engine.ported.prompts import MODES, PROMPT
-
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
 GROUPS = pytest.mark.parametrize(
@@ -22,9 +15,7 @@ GROUPS = pytest.mark.parametrize(
 
 @MODES
 @GROUPS
-def test_one_of_three_loads_fails(
-    make: Make, mode: dict[str, Any], groups: tuple[str, ...]
-) -> None:
+def test_one_of_three_loads_fails(make, mode, groups):
     """test_async_load_failure, test_hybrid_async_load_failure_zeroes_computed_tokens: the others
     keep what they have loaded. It is computed, and is not offered the same again."""
     engine = make(groups=groups, blocks=150, **mode)
@@ -46,14 +37,14 @@ def test_one_of_three_loads_fails(
 
 @MODES
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_a_load_fails_half_way(make: Make, mode: dict[str, Any], bad: int) -> None:
+def test_a_load_fails_half_way(make, mode, bad):
     """test_async_progressive_load_failure, test_async_recompute_blocks_not_cached_when_invalid,
     test_invalid_blocks_evicted_prevents_cache_pollution: no block of it is in vLLM's own cache."""
     engine = make(slow_copies=True, **mode)
     engine.keep(PROMPT)
     copied = []
 
-    def fails(rank: Any, blocks: list[int]) -> bool:
+    def fails(rank, blocks):
         copied.append(blocks)
         return len(copied) == bad + 1
 
@@ -69,7 +60,7 @@ def test_a_load_fails_half_way(make: Make, mode: dict[str, Any], bad: int) -> No
 
 
 @pytest.mark.parametrize("ranks", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
-def test_a_load_fails_on_one_of_two_ranks(make: Make, ranks: dict[str, int]) -> None:
+def test_a_load_fails_on_one_of_two_ranks(make, ranks):
     """test_hybrid_sync_failure_in_state_group_also_replays_from_zero: what one rank lacks, all
     compute."""
     engine = make(**ranks)
@@ -80,7 +71,7 @@ def test_a_load_fails_on_one_of_two_ranks(make: Make, ranks: dict[str, int]) -> 
 
 
 @MODES
-def test_what_could_not_be_loaded_is_dropped(make: Make, mode: dict[str, Any]) -> None:
+def test_what_could_not_be_loaded_is_dropped(make, mode):
     """test_sync_fail_invalid_blocks_evicted: the same bad bytes are offered to nobody."""
     engine = make(**mode)
     engine.keep(PROMPT)
@@ -93,7 +84,7 @@ def test_what_could_not_be_loaded_is_dropped(make: Make, mode: dict[str, Any]) -
 
 
 @MODES
-def test_the_load_of_an_aborted_request_fails(make: Make, mode: dict[str, Any]) -> None:
+def test_the_load_of_an_aborted_request_fails(make, mode):
     """test_async_fail_blocks_not_freed_before_transfer_complete."""
     engine = make(slow_copies=True, **mode)
     engine.keep(PROMPT)
@@ -109,7 +100,7 @@ def test_the_load_of_an_aborted_request_fails(make: Make, mode: dict[str, Any]) 
 
 
 @MODES
-def test_others_that_wait_for_a_load_that_fails(make: Make, mode: dict[str, Any]) -> None:
+def test_others_that_wait_for_a_load_that_fails(make, mode):
     """test_sync_load_failure_with_shared_blocks."""
     engine = make(slow_copies=True, **mode)
     engine.keep(PROMPT)

@@ -1,23 +1,15 @@
 """Models with several cache groups. After the name of each test stands what vLLM calls the
 case."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.trust.engine.cells import BLOCK, CHUNK, LONGEST, words
 from tests.trust.engine.ported.prompts import MODES, PROMPT
 
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
-    from tests.trust.engine.scripted import Scripted
-
 pytestmark = pytest.mark.vllm
 
 
-def blocks(engine: Scripted, name: str) -> list[int]:
+def blocks(engine, name):
     """How many blocks of each group were loaded for a request."""
     (job,) = engine.loads[name]
     return [len(move.blocks) for move in job.moves]
@@ -35,9 +27,7 @@ def blocks(engine: Scripted, name: str) -> list[int]:
         (("full", "full"), [10, 10]),
     ],
 )
-def test_of_each_group_is_loaded_what_a_hit_needs(
-    make: Make, mode: dict[str, Any], groups: tuple[str, ...], loaded: list[int]
-) -> None:
+def test_of_each_group_is_loaded_what_a_hit_needs(make, mode, groups, loaded):
     """test_two_groups_full_and_sliding_window, test_recv_skips_swa_blocks_before_window,
     test_coordinator_hybrid_full_plus_swa_all_hit,
     test_chunked_local_attention_reports_its_chunk_window,
@@ -52,7 +42,7 @@ def test_of_each_group_is_loaded_what_a_hit_needs(
 
 
 @MODES
-def test_a_longer_prompt_loads_what_follows_vllms_own(make: Make, mode: dict[str, Any]) -> None:
+def test_a_longer_prompt_loads_what_follows_vllms_own(make, mode):
     """test_two_groups_full_and_sliding_window, the second half: a part of the window is there."""
     engine = make(groups=("full", "window 100"), blocks=120, **mode)
     engine.keep(PROMPT)
@@ -61,7 +51,7 @@ def test_a_longer_prompt_loads_what_follows_vllms_own(make: Make, mode: dict[str
     assert engine.loaded(name) == [CHUNK] and blocks(engine, name) == [2, 2]
 
 
-def test_a_hole_in_one_group_ends_the_hit_of_all(make: Make) -> None:
+def test_a_hole_in_one_group_ends_the_hit_of_all(make):
     """test_coordinator_hybrid_hole_in_full_clips_both, test_partial_lookup_requires_every_cache_
     group."""
     engine = make(groups=("full", "full"), blocks=120)
@@ -72,7 +62,7 @@ def test_a_hole_in_one_group_ends_the_hit_of_all(make: Make) -> None:
 
 
 @MODES
-def test_a_window_lacks_what_lies_before_it(make: Make, mode: dict[str, Any]) -> None:
+def test_a_window_lacks_what_lies_before_it(make, mode):
     """test_e2e_swa_plus_full_save_then_lookup_hits: the hit is whole. A prompt whose hit ends
     where the window is not there gets a shorter one or none, and does not ask for ever."""
     engine = make(groups=("full", "window 40"), blocks=120, **mode)
@@ -87,7 +77,7 @@ def test_a_window_lacks_what_lies_before_it(make: Make, mode: dict[str, Any]) ->
 
 
 @MODES
-def test_a_window_lacks_what_it_needs(make: Make, mode: dict[str, Any]) -> None:
+def test_a_window_lacks_what_it_needs(make, mode):
     """test_swa_load_does_not_wait_for_unusable_pending_suffix: the hit ends before."""
     engine = make(groups=("full", "window 40"), blocks=120, **mode)
     name = engine.answer(words(CHUNK + 1), 4 * CHUNK + 5)
@@ -100,7 +90,7 @@ def test_a_window_lacks_what_it_needs(make: Make, mode: dict[str, Any]) -> None:
 
 
 @MODES
-def test_a_state_is_lost(make: Make, mode: dict[str, Any]) -> None:
+def test_a_state_is_lost(make, mode):
     """TestMambaHybridOffloadServing, test_normal_store_excludes_align_mode_mamba_sources."""
     engine = make(groups=("full", "state"), blocks=120, **mode)
     name = engine.answer(PROMPT)
@@ -111,14 +101,14 @@ def test_a_state_is_lost(make: Make, mode: dict[str, Any]) -> None:
 
 
 @MODES
-def test_vllm_has_more_of_one_group_than_of_the_other(make: Make, mode: dict[str, Any]) -> None:
+def test_vllm_has_more_of_one_group_than_of_the_other(make, mode):
     """test_hybrid_diverged_prefix_hit: its blocks of full attention are gone from the middle on,
     and a later state is still there."""
     engine = make(groups=("full", "state"), blocks=120, **mode)
     name = engine.ask(PROMPT)
     tables: list[list[int]] = []
 
-    def ended() -> bool:
+    def ended():
         if name in engine.scheduler.requests:
             found = engine.scheduler.kv_cache_manager.get_block_ids(name)
             tables[:] = [list(table) for table in found if table]
@@ -134,7 +124,7 @@ def test_vllm_has_more_of_one_group_than_of_the_other(make: Make, mode: dict[str
 
 
 @MODES
-def test_a_window_beside_drafts_is_served_as_without(make: Make, mode: dict[str, Any]) -> None:
+def test_a_window_beside_drafts_is_served_as_without(make, mode):
     """TestSharedGroupMTPOffload, test_no_annotation_marks_no_groups."""
     found = []
     for drafts in (0, 3):
@@ -150,9 +140,7 @@ def test_a_window_beside_drafts_is_served_as_without(make: Make, mode: dict[str,
     [{}, {"async_scheduling": True}, {"v2": True, "async_scheduling": True, "pipeline": 2}],
     ids=["one batch", "async", "three in flight"],
 )
-def test_a_granted_load_counts_on_the_blocks_that_vllm_admits_a_request_with(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_a_granted_load_counts_on_the_blocks_that_vllm_admits_a_request_with(make, mode):
     """test_single_type_kv_cache_manager's admission cap: with every step in flight a window or an
     attention chunk keeps blocks longer."""
     engine = make(groups=("full", "window 40", "local 64"), blocks=150, **mode)

@@ -1,23 +1,16 @@
 """How a load begins, ends and is shared. After the name of each test stands what vLLM calls the
 case."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.trust.engine.cells import BLOCK, CHUNK, words
 from tests.trust.engine.ported.prompts import MODES, PROMPT
 
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
-
 pytestmark = pytest.mark.vllm
 
 
 @MODES
-def test_a_conversation_goes_on_from_what_was_saved(make: Make, mode: dict[str, Any]) -> None:
+def test_a_conversation_goes_on_from_what_was_saved(make, mode):
     """test_offloading_connector: chunks that an answer fills are saved too, and a prompt that
     differs in one token gets what stands before it."""
     engine = make(**mode)
@@ -32,9 +25,7 @@ def test_a_conversation_goes_on_from_what_was_saved(make: Make, mode: dict[str, 
 
 
 @MODES
-def test_a_load_begins_inside_a_chunk_where_vllms_own_blocks_end(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_a_load_begins_inside_a_chunk_where_vllms_own_blocks_end(make, mode):
     """test_offloading_connector (a hit in a middle block),
     test_partial_hash_hit_block_aligned_local_loads_partial_tail."""
     engine = make(**mode)
@@ -45,14 +36,14 @@ def test_a_load_begins_inside_a_chunk_where_vllms_own_blocks_end(
     assert engine.loaded(engine.answer(PROMPT)) == [5 * CHUNK - had]
 
 
-def test_the_last_token_is_left_to_compute(make: Make) -> None:
+def test_the_last_token_is_left_to_compute(make):
     """test_full_external_hit_keeps_kvpool_cached_tokens_block_aligned."""
     engine = make()
     engine.keep(PROMPT)
     assert engine.loaded(engine.answer(PROMPT[: 4 * CHUNK])) == [4 * CHUNK - BLOCK]
 
 
-def test_what_vllm_has_by_itself_is_not_loaded(make: Make) -> None:
+def test_what_vllm_has_by_itself_is_not_loaded(make):
     """test_full_external_hit_with_full_local_hit_skips_load,
     test_partial_hash_hit_no_remote_gain_skips_load."""
     engine = make()
@@ -60,7 +51,7 @@ def test_what_vllm_has_by_itself_is_not_loaded(make: Make) -> None:
     assert engine.loaded(engine.answer(PROMPT)) == []
 
 
-def test_a_prompt_shorter_than_a_chunk_is_neither_saved_nor_loaded(make: Make) -> None:
+def test_a_prompt_shorter_than_a_chunk_is_neither_saved_nor_loaded(make):
     """test_sub_block_prompt_not_looked_up_without_fine_grained."""
     engine = make()
     for _ in range(2):
@@ -71,7 +62,7 @@ def test_a_prompt_shorter_than_a_chunk_is_neither_saved_nor_loaded(make: Make) -
 
 
 @MODES
-def test_the_same_prefix_is_loaded_once(make: Make, mode: dict[str, Any]) -> None:
+def test_the_same_prefix_is_loaded_once(make, mode):
     """test_concurrent_lookups_of_the_same_prefix."""
     engine = make(slow_copies=True, **mode)
     engine.keep(PROMPT)
@@ -85,7 +76,7 @@ def test_the_same_prefix_is_loaded_once(make: Make, mode: dict[str, Any]) -> Non
     assert all(engine.is_answered(name) for name in (first, *others))
 
 
-def test_a_load_ends_when_every_rank_has_copied(make: Make) -> None:
+def test_a_load_ends_when_every_rank_has_copied(make):
     """test_complete_store_waits_for_all_worker_acks, for a load: its slots stay pinned for the
     slower rank."""
     engine = make(tensor=2, slow_copies=True)
@@ -104,9 +95,7 @@ def test_a_load_ends_when_every_rank_has_copied(make: Make) -> None:
 
 
 @MODES
-def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended(make, mode):
     """test_abort_loading_requests, test_abort_during_kv_transfer."""
     engine = make(slow_copies=True, **mode)
     engine.keep(PROMPT)
@@ -126,9 +115,7 @@ def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended(
 
 
 @MODES
-def test_an_aborted_request_that_was_never_scheduled_saves_nothing(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_an_aborted_request_that_was_never_scheduled_saves_nothing(make, mode):
     """test_abort_queued_request_does_not_build_store_job."""
     engine = make(**mode)
     engine.take_blocks()
@@ -141,7 +128,7 @@ def test_an_aborted_request_that_was_never_scheduled_saves_nothing(
     assert not engine.saves[name] and not engine.half._prompts
 
 
-def test_a_hit_waits_for_blocks_and_is_loaded_once(make: Make) -> None:
+def test_a_hit_waits_for_blocks_and_is_loaded_once(make):
     """test_cannot_recv: there is no block for the load."""
     engine = make()
     engine.answer(PROMPT)
@@ -155,7 +142,7 @@ def test_a_hit_waits_for_blocks_and_is_loaded_once(make: Make) -> None:
     assert engine.is_answered(name) and engine.loaded(name) == [5 * CHUNK]
 
 
-def test_a_load_that_has_ended_waits_for_blocks_and_is_kept(make: Make) -> None:
+def test_a_load_that_has_ended_waits_for_blocks_and_is_kept(make):
     """test_cannot_schedule_after_recv: there is no block for the rest of the prompt."""
     engine = make(slow_copies=True)
     engine.keep(PROMPT)
@@ -172,7 +159,7 @@ def test_a_load_that_has_ended_waits_for_blocks_and_is_kept(make: Make) -> None:
 
 
 @MODES
-def test_others_go_on_while_one_loads(make: Make, mode: dict[str, Any]) -> None:
+def test_others_go_on_while_one_loads(make, mode):
     """test_interleaved_lifecycle."""
     engine = make(slow_copies=True, **mode)
     engine.keep(PROMPT)
@@ -189,7 +176,7 @@ def test_others_go_on_while_one_loads(make: Make, mode: dict[str, Any]) -> None:
     assert engine.is_answered(name) and engine.is_answered(other)
 
 
-def test_a_request_that_reads_no_cache_loads_nothing_and_is_saved(make: Make) -> None:
+def test_a_request_that_reads_no_cache_loads_nothing_and_is_saved(make):
     """test_skip_reading_prefix_cache."""
     engine = make()
     name = engine.answer(PROMPT, skip_reading_prefix_cache=True)
@@ -205,7 +192,7 @@ def test_a_request_that_reads_no_cache_loads_nothing_and_is_saved(make: Make) ->
     assert engine.loaded(engine.answer(PROMPT)) == [5 * CHUNK]
 
 
-def test_an_engine_that_only_saves_is_promised_nothing(make: Make) -> None:
+def test_an_engine_that_only_saves_is_promised_nothing(make):
     """test_disabled_lookup_reports_no_hit_without_querying_client."""
     engine = make(role="kv_producer")
     name = engine.answer(PROMPT)
@@ -214,7 +201,7 @@ def test_an_engine_that_only_saves_is_promised_nothing(make: Make) -> None:
 
 
 @MODES
-def test_what_is_loaded_is_not_saved_again(make: Make, mode: dict[str, Any]) -> None:
+def test_what_is_loaded_is_not_saved_again(make, mode):
     """test_pending_load_does_not_co_queue_save, test_from_request_tracker_load_overrides_
     caller_skip_save."""
     engine = make(slow_copies=True, **mode)

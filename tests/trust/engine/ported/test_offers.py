@@ -1,38 +1,29 @@
 """What vLLM makes of an offered hit: it takes it whole, in part, or not at all. Leases, jobs and
 counts follow what it has allocated."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.trust.engine.cells import BLOCK, CHUNK, words
 from tests.trust.engine.ported.prompts import MODES, PROMPT
 
-if TYPE_CHECKING:
-    from kvtier.core.lookup import Served
-    from tests.trust.engine.ported.conftest import Make
-    from tests.trust.engine.scripted import Scripted
-
 pytestmark = pytest.mark.vllm
 STEM = words(3 * CHUNK)
 
 
-def connector(engine: Scripted) -> Any:
+def connector(engine):
     return engine.scheduler.connector
 
 
 @contextmanager
-def counted(engine: Scripted) -> Iterator[list[dict[str, int]]]:
+def counted(engine):
     """What the store is told of prompts: where their loaded tokens came from."""
     told, store = list[dict[str, int]](), engine.half.store
     with pytest.MonkeyPatch.context() as patch:
         own = store.served
 
-        def served(one: Served) -> None:
+        def served(one):
             told.append(dict(one.hits))
             own(one)
 
@@ -40,16 +31,16 @@ def counted(engine: Scripted) -> Iterator[list[dict[str, int]]]:
         yield told
 
 
-def evict(engine: Scripted, tables: list[list[int]], group: int) -> None:
+def evict(engine, tables, group):
     """vLLM's own cache loses what it has of a group."""
     engine.scheduler.kv_cache_manager.block_pool.evict_blocks({*tables[group]} - {0})
 
 
-def answered(engine: Scripted, tokens: list[int]) -> list[list[int]]:
+def answered(engine, tokens):
     """Answer a prompt. Returns the blocks that it had of each group while it ran."""
     name, tables = engine.ask(tokens), [set[int](), set[int](), set[int]()]
 
-    def ended() -> bool:
+    def ended():
         if name in engine.scheduler.requests:
             for had, table in zip(
                 tables, engine.scheduler.kv_cache_manager.get_block_ids(name), strict=False
@@ -64,9 +55,7 @@ def answered(engine: Scripted, tokens: list[int]) -> list[list[int]]:
 
 @MODES
 @pytest.mark.parametrize("lost", [1, 2], ids=["window", "state"])
-def test_a_hit_begins_where_all_groups_end_in_vllms_own_cache(
-    make: Make, mode: dict[str, Any], lost: int
-) -> None:
+def test_a_hit_begins_where_all_groups_end_in_vllms_own_cache(make, mode, lost):
     """vLLM has all full attention of the prompt and lacks a window or the state. If it told where
     its full attention ends, nothing would be left to offer, and it would compute the prompt."""
     engine = make(groups=("full", "window 40", "state"), blocks=150, **mode)
@@ -76,7 +65,7 @@ def test_a_hit_begins_where_all_groups_end_in_vllms_own_cache(
 
 
 @pytest.mark.parametrize("groups", [("full", "replayed 40"), ("full", "replayed 24/8", "ring 8/8")])
-def test_what_a_load_does_not_bring_is_computed_again(make: Make, groups: tuple[str, ...]) -> None:
+def test_what_a_load_does_not_bring_is_computed_again(make, groups):
     """vLLM rewinds a hit by a replayed window that no load has brought."""
     engine = make(groups=groups, blocks=150, v2=True)
     assert connector(engine).get_loaded_kv_cache_group_ids(None) == (0,)
@@ -86,7 +75,7 @@ def test_what_a_load_does_not_bring_is_computed_again(make: Make, groups: tuple[
 
 
 @MODES
-def test_an_offer_that_vllm_cancels_leaves_nothing_behind(make: Make, mode: dict[str, Any]) -> None:
+def test_an_offer_that_vllm_cancels_leaves_nothing_behind(make, mode):
     """A hit is no longer than the window that would be replayed, so vLLM computes all."""
     engine = make(groups=("full", f"replayed {2 * CHUNK + 6}"), blocks=150, **mode | {"v2": True})
     engine.keep(PROMPT[: 2 * CHUNK + 1])
@@ -100,9 +89,7 @@ def test_an_offer_that_vllm_cancels_leaves_nothing_behind(make: Make, mode: dict
 
 
 @MODES
-def test_of_an_offer_that_vllm_rounds_is_loaded_what_was_allocated(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_of_an_offer_that_vllm_rounds_is_loaded_what_was_allocated(make, mode):
     """kvtier may end a hit with any block of eight tokens, and vLLM has longer ones beside them."""
     engine = make(groups=("full 0/8", "replayed 40"), blocks=150, **mode | {"v2": True})
     prompt = PROMPT[: 5 * CHUNK]
@@ -118,9 +105,7 @@ def test_of_an_offer_that_vllm_rounds_is_loaded_what_was_allocated(
 
 @MODES
 @pytest.mark.parametrize("other", ["window 40", "latent 9/4"])
-def test_where_prompts_branch_off_the_third_finds_an_end(
-    make: Make, mode: dict[str, Any], other: str
-) -> None:
+def test_where_prompts_branch_off_the_third_finds_an_end(make, mode, other):
     """Within a prompt few ends are kept. The second one finds the stem and no end of it, and
     leaves one."""
     engine = make(groups=("full", other), blocks=150, **mode)

@@ -3,16 +3,12 @@ wrong bytes: see the names of vLLM's own tests and issues after the names here."
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from kvtier.connectors.vllm.groups import Piece
 from tests.trust.engine.cells import BLOCK, words
-
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
-    from tests.trust.engine.scripted import Scripted
 
 pytestmark = pytest.mark.vllm
 UNIT = 4
@@ -25,7 +21,7 @@ HYBRID = STATES | {"match_unit": UNIT}
 PROMPT = words(5 * BLOCK)
 
 
-def forget(engine: Scripted, group: int, end: int) -> None:
+def forget(engine, group, end):
     """The store loses a group's piece of the part of :data:`PROMPT` that ends here."""
     half = engine.half
     geometry, chain = half._geometry, half._layout.chain()
@@ -43,9 +39,7 @@ def forget(engine: Scripted, group: int, end: int) -> None:
     ("tokens", "before", "now"),
     [(BLOCK + 11, BLOCK, BLOCK + 8), (2 * BLOCK, BLOCK, 2 * BLOCK - 4), (11, 0, 8), (4, 0, 0)],
 )
-def test_a_prompt_is_had_up_to_its_last_unit(
-    make: Make, tokens: int, before: int, now: int
-) -> None:
+def test_a_prompt_is_had_up_to_its_last_unit(make, tokens, before, now):
     """test_partial_tail_store_and_load: Qwen3.6's 896 of 900 tokens, with blocks of 784."""
     for cell, longest in ((STATES, before), (HYBRID, now)):
         engine = make(**cell)
@@ -53,7 +47,7 @@ def test_a_prompt_is_had_up_to_its_last_unit(
         assert sum(engine.loaded(engine.answer(PROMPT[:tokens], 20))) == longest
 
 
-def test_a_conversation_goes_on_behind_its_last_units(make: Make) -> None:
+def test_a_conversation_goes_on_behind_its_last_units(make):
     """Each turn is longer than a block, and leaves a tail of its own."""
     engine = make(**HYBRID)
     talk, loads = PROMPT[: BLOCK + 11], list[int]()
@@ -65,7 +59,7 @@ def test_a_conversation_goes_on_behind_its_last_units(make: Make) -> None:
     assert loads == [0, BLOCK + 8, 2 * BLOCK + 8]
 
 
-def test_prompts_that_part_within_a_block_share_what_ends_before(make: Make) -> None:
+def test_prompts_that_part_within_a_block_share_what_ends_before(make):
     engine = make(**HYBRID)
     engine.keep(PROMPT[: BLOCK + 9])
     near = [*PROMPT[: BLOCK + 8], *words(30, 7)]
@@ -75,7 +69,7 @@ def test_prompts_that_part_within_a_block_share_what_ends_before(make: Make) -> 
     assert engine.loaded(engine.answer(early)) == [BLOCK]
 
 
-def test_a_longer_piece_of_one_group_says_nothing_of_the_others_ends(make: Make) -> None:
+def test_a_longer_piece_of_one_group_says_nothing_of_the_others_ends(make):
     """vllm#50359, vllm#52272: of full attention there is what ends at 32 and 64, of states at 32
     and 48, and 48 was served. Here in quarters: a hit is 8 tokens long, neither 12 nor 16."""
     engine = make(**HYBRID)
@@ -87,7 +81,7 @@ def test_a_longer_piece_of_one_group_says_nothing_of_the_others_ends(make: Make)
 
 
 @pytest.mark.parametrize("group", [0, 1, 2])
-def test_a_tail_without_the_piece_of_one_group_is_no_hit(make: Make, group: int) -> None:
+def test_a_tail_without_the_piece_of_one_group_is_no_hit(make, group):
     """Mooncake#4153: hits in part on three groups. The shorter tail has all, and is served."""
     engine = make(**HYBRID | {"groups": ("full", "state", "state"), "blocks": 150})
     for tokens in (BLOCK + 5, BLOCK + 13):
@@ -96,7 +90,7 @@ def test_a_tail_without_the_piece_of_one_group_is_no_hit(make: Make, group: int)
     assert engine.loaded(engine.answer(PROMPT[: BLOCK + 15])) == [BLOCK + 4]
 
 
-def test_beside_drafts_hits_end_with_blocks(make: Make) -> None:
+def test_beside_drafts_hits_end_with_blocks(make):
     """vllm#53324: a draft that goes back by a unit. Its states are not those of a unit's end."""
     engine = make(**HYBRID | {"drafts": 3, "blocks": 150})
     engine.keep(PROMPT[: 2 * BLOCK + 11])
@@ -104,13 +98,13 @@ def test_beside_drafts_hits_end_with_blocks(make: Make) -> None:
     assert not load % BLOCK
 
 
-def test_a_tail_that_vllm_has_itself_is_not_loaded(make: Make) -> None:
+def test_a_tail_that_vllm_has_itself_is_not_loaded(make):
     engine = make(**HYBRID)
     engine.answer(PROMPT[: BLOCK + 11])
     assert engine.loaded(engine.answer(PROMPT[: BLOCK + 11])) == []
 
 
-def test_a_tail_whose_load_fails_is_computed(make: Make) -> None:
+def test_a_tail_whose_load_fails_is_computed(make):
     engine = make(**HYBRID)
     engine.keep(PROMPT[: BLOCK + 11])
     engine.broken = lambda rank, blocks: True

@@ -3,15 +3,9 @@ calls the case."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.trust.engine.cells import CHUNK, words
-
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
-    from tests.trust.engine.scripted import Scripted
 
 pytestmark = pytest.mark.vllm
 _SCHEDULERS = {
@@ -34,12 +28,12 @@ PROMPT = words(3 * CHUNK + 5)
 
 
 @pytest.fixture
-def v2() -> bool:
+def v2():
     """V2's scheduler tells a resumed request as a new one. A mode says it if it is V1's."""
     return True
 
 
-def preempted(engine: Scripted, answer: int = 40) -> str:
+def preempted(engine, answer=40):
     """A request that had three whole chunks and part of its answer."""
     name = engine.ask(PROMPT, answer)
     engine.until(lambda: engine.asked[name].num_output_tokens > 8)
@@ -48,7 +42,7 @@ def preempted(engine: Scripted, answer: int = 40) -> str:
 
 
 @MODES
-def test_what_a_preempted_request_had_is_loaded(make: Make, mode: dict[str, Any]) -> None:
+def test_what_a_preempted_request_had_is_loaded(make, mode):
     """test_request_preemption, and with async scheduling
     test_async_preempt_readmit_before_transfer_output_is_deferred and
     test_pending_transfer_defers_prefix_lookup: it comes back while saves are not confirmed."""
@@ -64,9 +58,7 @@ def test_what_a_preempted_request_had_is_loaded(make: Make, mode: dict[str, Any]
 
 
 @SCHEDULERS
-def test_a_preempted_request_is_saved_again_if_the_store_lost_it(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_a_preempted_request_is_saved_again_if_the_store_lost_it(make, mode):
     """test_resumed_from_preemption_without_load_still_saves,
     test_resumed_request_in_resumed_req_ids_replaces_blocks,
     test_running_request_not_in_resumed_req_ids_appends_blocks: it is saved from its new blocks,
@@ -84,7 +76,7 @@ def test_a_preempted_request_is_saved_again_if_the_store_lost_it(
 
 
 @MODES
-def test_a_preempted_request_is_aborted(make: Make, mode: dict[str, Any]) -> None:
+def test_a_preempted_request_is_aborted(make, mode):
     """test_preemption_resets_tracker_before_request_finished,
     test_preemption_clears_stale_load_state."""
     engine = make(**mode)
@@ -96,7 +88,7 @@ def test_a_preempted_request_is_aborted(make: Make, mode: dict[str, Any]) -> Non
 
 
 @SCHEDULERS
-def test_running_requests_are_preempted_by_a_reset(make: Make, mode: dict[str, Any]) -> None:
+def test_running_requests_are_preempted_by_a_reset(make, mode):
     """test_reset_cache: everything is dropped under requests that run, and they are saved anew."""
     engine = make(**mode)
     name = engine.ask(PROMPT, 40)

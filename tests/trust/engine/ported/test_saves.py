@@ -1,17 +1,10 @@
 """What is saved, when it is found, and what is not. After the name of each test stands what vLLM
 calls the case."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.trust.engine.cells import BLOCK, CHUNK, words
 from tests.trust.engine.ported.prompts import MODES, PROMPT
-
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
 
@@ -21,7 +14,7 @@ pytestmark = pytest.mark.vllm
     [{}, {"async_scheduling": True}, {"drafts": 3}, {"async_scheduling": True, "drafts": 3}],
     ids=["one batch", "async", "drafts", "async, drafts"],
 )
-def test_a_chunk_is_saved_when_its_last_token_is_computed(make: Make, mode: dict[str, Any]) -> None:
+def test_a_chunk_is_saved_when_its_last_token_is_computed(make, mode):
     """test_final_sampled_token_does_not_complete_an_offloaded_block,
     test_cached_request_with_spec_decode_does_not_save_scheduled_drafts,
     test_cached_request_without_spec_decode_keeps_current_step_save_overlap,
@@ -40,9 +33,7 @@ def test_a_chunk_is_saved_when_its_last_token_is_computed(make: Make, mode: dict
 
 
 @MODES
-def test_answers_are_not_saved_where_only_prompts_shall_be(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_answers_are_not_saved_where_only_prompts_shall_be(make, mode):
     """test_offload_prompt_only."""
     engine = make(config={"save_decode": False}, **mode)
     talk = engine.said(engine.answer(words(2 * CHUNK + 5), 3 * CHUNK))
@@ -55,9 +46,7 @@ def test_answers_are_not_saved_where_only_prompts_shall_be(
     [{}, {"async_scheduling": True}, {"tensor": 2}, {"pipeline": 2}],
     ids=["one batch", "async", "tensor", "pipeline"],
 )
-def test_blocks_that_were_saved_belong_to_another_request_at_once(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_blocks_that_were_saved_belong_to_another_request_at_once(make, mode):
     """test_fence_at_update_state_after_alloc, test_fence_at_build_store_jobs,
     test_request_finished_with_pending_stores_populates_fence,
     test_multiple_in_flight_stores_all_flushed_by_fence,
@@ -72,9 +61,7 @@ def test_blocks_that_were_saved_belong_to_another_request_at_once(
 
 
 @MODES
-def test_the_last_save_of_a_request_is_confirmed_when_the_request_is_over(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_the_last_save_of_a_request_is_confirmed_when_the_request_is_over(make, mode):
     """test_on_request_finished_not_deferred_until_store_completion,
     test_on_request_finished_fires_after_final_block_store, test_complete_store_called_per_job."""
     engine = make(**mode)
@@ -86,9 +73,7 @@ def test_the_last_save_of_a_request_is_confirmed_when_the_request_is_over(
 
 @pytest.mark.parametrize("ranks", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_chunk_is_found_when_every_rank_has_saved_it(
-    make: Make, ranks: dict[str, int], bad: int
-) -> None:
+def test_a_chunk_is_found_when_every_rank_has_saved_it(make, ranks, bad):
     """test_complete_store_waits_for_all_worker_acks."""
     engine = make(**ranks)
     with engine.broken_saves(bad):
@@ -99,9 +84,7 @@ def test_a_chunk_is_found_when_every_rank_has_saved_it(
 
 
 @MODES
-def test_a_save_that_failed_is_not_made_from_blocks_that_a_window_has_left(
-    make: Make, mode: dict[str, Any]
-) -> None:
+def test_a_save_that_failed_is_not_made_from_blocks_that_a_window_has_left(make, mode):
     """test_stale_sliding_window_block_after_prepare_store_failure."""
     engine = make(groups=("window 40",), blocks=14, **mode)
     with engine.broken_saves(0):
@@ -116,7 +99,7 @@ def test_a_save_that_failed_is_not_made_from_blocks_that_a_window_has_left(
 
 
 @MODES
-def test_what_an_aborted_prompt_had_computed_is_saved(make: Make, mode: dict[str, Any]) -> None:
+def test_what_an_aborted_prompt_had_computed_is_saved(make, mode):
     """test_chunked_prefill_uses_final_swa_store_horizon (aborted),
     test_multichunk_store_no_interior_holes."""
     engine = make(**mode)
@@ -130,7 +113,7 @@ def test_what_an_aborted_prompt_had_computed_is_saved(make: Make, mode: dict[str
     assert engine.loaded(engine.answer(prompt)) == [computed // CHUNK * CHUNK]
 
 
-def test_an_engine_that_only_loads_saves_nothing(make: Make) -> None:
+def test_an_engine_that_only_loads_saves_nothing(make):
     """The other half of test_disabled_lookup_reports_no_hit_without_querying_client."""
     engine = make(role="kv_consumer")
     assert not engine.saves[engine.answer(PROMPT)]
@@ -138,7 +121,7 @@ def test_an_engine_that_only_loads_saves_nothing(make: Make) -> None:
 
 
 @MODES
-def test_a_prompt_for_which_there_is_no_room(make: Make, mode: dict[str, Any]) -> None:
+def test_a_prompt_for_which_there_is_no_room(make, mode):
     """test_store_sending_thread_skips_request_during_cpu_pressure,
     test_scheduler_reports_allocation_failure: what does not fit is not saved, and the engine goes
     on."""
@@ -152,7 +135,7 @@ def test_a_prompt_for_which_there_is_no_room(make: Make, mode: dict[str, Any]) -
 
 
 @MODES
-def test_a_reset_under_a_load(make: Make, mode: dict[str, Any]) -> None:
+def test_a_reset_under_a_load(make, mode):
     """test_reset_cache: the load that is on its way ends well, and nothing else is found."""
     engine = make(slow_copies=True, **mode)
     other = words(2 * CHUNK + 1, 1)
@@ -167,7 +150,7 @@ def test_a_reset_under_a_load(make: Make, mode: dict[str, Any]) -> None:
     assert engine.loaded(engine.answer(other)) == []
 
 
-def test_a_reset_under_a_save(make: Make) -> None:
+def test_a_reset_under_a_save(make):
     """test_reset_cache_finalizes_finished_request_with_pending_store: what ranks were saving is
     not found when they have saved it."""
     engine = make(async_scheduling=True)

@@ -1,24 +1,17 @@
 """kvtier under vLLM's MultiConnector. After the name of each test stands what vLLM calls the
 case."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from tests.trust.engine.cells import CHUNK, words
 from tests.trust.engine.ported.prompts import PROMPT
-
-if TYPE_CHECKING:
-    from tests.trust.engine.ported.conftest import Make
 
 pytestmark = pytest.mark.vllm
 PLACES = pytest.mark.parametrize("place", ["first", "last"])
 
 
 @PLACES
-def test_one_connector_loads_and_the_other_saves(make: Make, place: str) -> None:
+def test_one_connector_loads_and_the_other_saves(make, place):
     """test_multi_example_connector_consistency: what the other has brought is saved, and from then
     on it is loaded here."""
     engine = make(beside=place)
@@ -29,7 +22,7 @@ def test_one_connector_loads_and_the_other_saves(make: Make, place: str) -> None
 
 
 @PLACES
-def test_what_the_other_brings_is_not_loaded_here(make: Make, place: str) -> None:
+def test_what_the_other_brings_is_not_loaded_here(make, place):
     """test_multi_example_connector_consistency: both have it, and one of them loads."""
     engine = make(beside=place)
     engine.answer(PROMPT, 3)
@@ -39,7 +32,7 @@ def test_what_the_other_brings_is_not_loaded_here(make: Make, place: str) -> Non
 
 
 @PLACES
-def test_a_load_fails_beside_another_connector(make: Make, place: str) -> None:
+def test_a_load_fails_beside_another_connector(make, place):
     """test_async_load_failure, under MultiConnector."""
     engine = make(beside=place)
     engine.answer(PROMPT, 3)
@@ -52,7 +45,7 @@ def test_a_load_fails_beside_another_connector(make: Make, place: str) -> None:
 
 
 @PLACES
-def test_a_request_is_preempted_beside_another_connector(make: Make, place: str) -> None:
+def test_a_request_is_preempted_beside_another_connector(make, place):
     """test_multi_connector_handle_preemptions_integration."""
     engine = make(beside=place)
     name = engine.ask(PROMPT, 40)
