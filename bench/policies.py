@@ -56,7 +56,7 @@ _FLAGS = "--keep-partial"
 
 
 Found = dict[str, Result]
-"""What was simulated, by its words."""
+"""Results of simulations, by their words."""
 
 
 def parts(file: str, requests: int) -> list[Callable[[], Found]]:
