@@ -17,7 +17,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.connectors import vllm_tier as entry
 from kvtier.core.errors import ConfigError
 from kvtier.extensions.cache_server import Attached
-from tests.child_process import wait_for
+from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import serving
 from tests.unit.extensions.vllm_tier.tiering import (
     LAYOUT,
@@ -195,6 +195,28 @@ def test_a_server_that_ends_inside_a_call_is_a_miss_in_time_and_ends_every_job(
         both.each(lambda one: (one.drain_jobs(), one.shutdown()))
         if fault == "pause":
             server.resume()
+
+
+def test_an_answer_that_comes_too_late_or_raises_is_a_counted_miss(model, server, tmp_path) -> None:
+    keys, asked, goes_on = chunk_keys(10, 2), threading.Event(), threading.Event()
+    ours = OURS | {"server": str(server.address), "server_timeout_ms": 20}
+    both = Both(model, ours, {"type": "fs", "root_dir": str(tmp_path)})
+
+    def fail() -> None:
+        asked.set()
+        assert goes_on.wait(DEADLINE_S)
+        raise RuntimeError("injected")
+
+    wait_for(lambda: both.move(both.ours, keys, 0, load=False).success, "it is stored")
+    counted(both.ours)
+    both.ours._server = Struck(both.ours._server, fail)
+    assert both.held(both.ours, keys) == ["MISS"] * 2
+    assert asked.is_set() and counted(both.ours) == {"late": 2, "miss": 2}
+    goes_on.set()
+    assert not both.move(both.ours, keys, 16, load=True).success
+    wait_for(lambda: both.ours._asking.is_idle, "the lookup has failed too")
+    assert counted(both.ours) == {"not_loaded": 2, "failed_calls": 2}
+    both.each(lambda tier: tier.shutdown())
 
 
 def test_more_jobs_than_lanes_have_room_for_end_too_and_a_drain_has_every_result(

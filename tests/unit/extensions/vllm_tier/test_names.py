@@ -74,10 +74,3 @@ def test_what_is_only_a_name_is_of_use_to_one_start(model, caplog, more, words) 
 def test_a_caller_that_has_no_configuration_gets_a_name_of_this_start(model, caplog) -> None:
     spec = make_spec(engine_config(model, []))
     assert [*engine_identity(spec)] == ["start"]
-
-
-def test_canonical_bytes_have_one_name_for_every_number_of_gpus(model) -> None:
-    one, two = (
-        named(model, extra={"canonical_layout": True}, tensor_parallel_size=size) for size in (1, 2)
-    )
-    assert one == two
