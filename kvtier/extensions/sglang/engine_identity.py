@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import TimeoutError as LateError
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from kvtier.connectors.vllm.identity import (
@@ -138,4 +139,6 @@ def _digest(path: str, revision: str | None, *, is_model: bool) -> str:
 
 def _started() -> float:
     """When this process began, in seconds since the epoch."""
-    return float(psutil.Process().create_time())
+    ticks = int(Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()[19])
+    since = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - since
