@@ -9,10 +9,10 @@ most). It is cut into equal *places*:
   regions (layers) that lie together in a slot. The least that works is two places of the largest
   region: 1 MiB each for a layer of 8 KV heads of 128 in bf16 and chunks of 256 tokens. An engine
   with less room is refused, and the message has the numbers.
-- Half of the places are for loads, 8 at most. The others are for saves, 64 at most.
+- Half of the places are for loads, 12 at most. The others are for saves, 64 at most.
 - One launch uses seven eighths of a direction's places, so that the others can be filled or emptied
   meanwhile: a place's DMA takes longer than a launch over all of them. A load of 128 chunks (32k
-  tokens) takes 64 launches or fewer where six chunks fit, and 19 where sixteen fit.
+  tokens) takes 64 launches or fewer where six chunks fit, 19 where 16 fit, and 13 where 24 fit.
 - In addition there are tables: 24 bytes for each block and piece of a running call, and 32 bytes
   for each region.
 """
@@ -26,7 +26,7 @@ import torch
 
 from kvtier.core.errors import LayoutError
 
-_MOST_LOADING, _MOST_SAVING = 8, 64
+_MOST_LOADING, _MOST_SAVING = 12, 64
 _FEWEST_PLACES = 4
 
 

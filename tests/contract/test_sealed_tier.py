@@ -235,6 +235,7 @@ def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path):
 def test_servers_with_different_keys_share_a_redis_and_leave_each_other_alone():
     with RedisServer() as server:
         one, two = in_redis(server), in_redis(server, key=OTHER_KEY)
+        assert one.comes_whole, "a tier that seals another is like it"
         assert one.write(KEYS[0], content(KEYS[0], SLOT))
         assert two.find(KEYS) == 0
         assert read(two, KEYS[0]) is False

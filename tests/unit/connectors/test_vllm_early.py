@@ -358,9 +358,7 @@ COPY_S = 0.0025
 
 def coming(copy_s=COPY_S, read_s=0.1, **more):
     """An engine that has been asked for a hit that RAM holds. One of its chunks has arrived."""
-    comes_whole = more.pop("comes_whole", False)
     engine, request = Engine(slots=ROOM, **more), prompt(SHORT)
-    engine.store.paces[engine.tier.name].comes_whole = comes_whole
     engine.hold(request.all_token_ids[:-1], read_s)
     engine.load_policy._copy.add(copy_s / CHUNK, engine.clock())
     assert engine.matched(request) is None

@@ -59,9 +59,20 @@ class SlowTier(DictTier):
 class Bench:
     """A scheduler half with its store, and vLLM's calls in short."""
 
-    def __init__(self, *, always=False, known=True, slots=8, ranks=1, slowest_s=0.0, **duty):
+    def __init__(
+        self,
+        *,
+        always=False,
+        known=True,
+        slots=8,
+        ranks=1,
+        slowest_s=0.0,
+        comes_whole=False,
+        **duty,
+    ):
         self.clock = Clock(100.0)
         self.tier, self.lane = SlowTier(self.clock), ManualLane()
+        self.tier.comes_whole = comes_whole
         self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
         self.load_policy = LoadPolicy(
             60.0,
