@@ -132,6 +132,8 @@ class Directory:
 
     def holders(self, key: ChunkKey) -> Iterator[int]:
         """Tiers (by index, fastest first) that hold the chunk."""
+        if not self.tiers:
+            return iter(())
         return (index for index, tier in enumerate(self.tiers) if key in tier.order)
 
     def ready_run(self, keys: Sequence[ChunkKey]) -> int:

@@ -164,7 +164,7 @@ class Store:
         self.timings = Timings([tier.name for tier in self.tiers])
         self.follower = Follower(core.directory, core.lock, orders.adaptive, self.clock, rooms)
         self.follower.on_note, self._will_follow = self._follow_soon, False
-        self._spare.on_touched = self._follow_waiting
+        self._spare.on_touched = self._follow_soon
         self.audit = Audit(core, self.lower, self.invalidate)
         for observer in (self._past, self.timings, self.follower, self.audit, compute):
             core.directory.observers.add(observer)
@@ -185,7 +185,7 @@ class Store:
         keep: Container[ChunkKey] = _Unwritten(own, self._directory) if is_long else own
         try:
             if len(keys) > PIECE_CHUNKS:
-                yield from self._ordering(keys[PIECE_CHUNKS:])
+                yield from self._in_order(self._directory.ordered, keys[PIECE_CHUNKS:])
             for number, part in enumerate(pieces(keys)):
                 if number:
                     yield 0.0
@@ -303,9 +303,6 @@ class Store:
         if not asker.again:
             for tell in self._directory.observers.prompt:
                 tell(keys, asker)
-
-    def _ordering(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        return self._in_order(self._directory.ordered, run)
 
     def _in_order(
         self,
@@ -521,10 +518,6 @@ class Store:
         if self.follower.work(partial(time.sleep, 0)):
             self._follow_soon()
 
-    def _follow_waiting(self) -> None:
-        if self.follower.waiting:
-            self._follow_soon()
-
     # ---- promotion: lower tier -> slot -----------------------------------------------------------
 
     def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
@@ -651,7 +644,7 @@ class Store:
         if entries:
             with self._lock:
                 self._took("save", "", self.clock() - filling.begun)
-        yield from self._ordering(lease.run)
+        yield from self._in_order(self._directory.ordered, lease.run)
         for spills in self._on_save:
             for part in pieces(entries):
                 spills.offer(part, lease.run)

@@ -254,7 +254,8 @@ class SchedulerHalf:
         if prompt is None:
             return
         prompt.progress.began = True
-        self._name(prompt)
+        if prompt.name(self._layout, self._names):
+            self._drop(prompt)
         if prompt.chain is None or prompt.progress.blended or not self._duty.saves:
             return
         end = prompt.request.num_computed_tokens + output.num_scheduled_tokens[request_id]
@@ -424,13 +425,9 @@ class SchedulerHalf:
             prompt = Prompt(request, None, number, of_request(request))
             self._prompts[request.request_id] = prompt
             prompt.name(self._layout, self._names)
-        else:
-            self._name(prompt)
-        return prompt
-
-    def _name(self, prompt: Prompt) -> None:
-        if prompt.name(self._layout, self._names):
+        elif prompt.name(self._layout, self._names):
             self._drop(prompt)
+        return prompt
 
     def _drop(self, prompt: Prompt) -> None:
         prompt.claim.drop()
