@@ -147,6 +147,8 @@ class SchedulingLoop:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         if told is not None:
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+        if (half := getattr(connector, "_scheduler", None)) is not None:
+            half.store.touched.result()  # an engine's pages are there before its first request
         matched = connector.get_num_new_matched_tokens
 
         def noted(*told: Any) -> Any:
