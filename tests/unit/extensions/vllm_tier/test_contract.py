@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.bench.processes.servers import free_port
 from kvtier.connectors import vllm_tier as entry
 from kvtier.core.errors import ConfigError
 from kvtier.extensions.cache_server import Attached
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import serving
+from tests.unit.extensions.vllm_tier.conftest import tcp_address
 from tests.unit.extensions.vllm_tier.tiering import (
     LAYOUT,
     OURS,
@@ -88,16 +88,21 @@ class Both:
 
 
 @pytest.fixture
-def both(model, server, tmp_path) -> Iterator[Both]:
-    ours = OURS | {"server": str(server.address), "enable_kv_events": True} | PATIENT
+def both(request, model, server, tmp_path) -> Iterator[Both]:
+    """By a socket, or by TCP."""
+    by_tcp = getattr(request, "param", False)
+    address = tcp_address(server) if by_tcp else str(server.address)
+    own = {"enable_kv_events": True, "server": address}
     theirs = {"type": "fs", "root_dir": str(tmp_path), "enable_kv_events": True}
-    found = Both(model, ours, theirs | {"locality": "LOCAL"})
+    place = {"locality": "REMOTE" if by_tcp else "LOCAL"}
+    found = Both(model, OURS | own | PATIENT, theirs | place)
     yield found
     found.each(lambda tier: tier.shutdown())
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["socket", "tcp"], indirect=True)
 def test_what_is_stored_is_found_and_loaded_and_the_rest_is_a_miss(both) -> None:
-    keys = chunk_keys(1, 8)
+    keys = chunk_keys(1 if both.ours.locality.name == "LOCAL" else 9, 8)
     both.rows[:8] = np.random.default_rng(0).integers(0, 256, (8, ROW), np.uint8)
     assert both.each(lambda tier: both.held(tier, keys)) == [["MISS"] * 8] * 2
     both.each(lambda tier: tier.on_request_finished(SimpleNamespace(req_id="r")))
@@ -254,23 +259,6 @@ def test_vllms_back_pressure_drops_what_a_slow_server_cannot_take(model, server)
         assert counted(steps.tier) == {"stored": 4}
         assert steps.tier.bp_detector.policy.pop_stores_dropped() == (2, 4)
         steps.manager.on_request_finished(context)
-
-
-def test_by_tcp_all_is_the_same_and_events_say_remote(model, tmp_path) -> None:
-    address, keys = f"tcp://127.0.0.1:{free_port()}", chunk_keys(9, 4)
-    with serving(address, ram_bytes="8MiB", flags=("--insecure",)):
-        ours = OURS | {"server": address, "enable_kv_events": True}
-        both = Both(model, ours | PATIENT, {"type": "fs", "root_dir": str(tmp_path)})
-        both.rows[:4] = np.random.default_rng(1).integers(0, 256, (4, ROW), np.uint8)
-        assert both.held(both.ours, keys) == ["MISS"] * 4
-        both.ours.on_request_finished(SimpleNamespace(req_id="r"))
-        assert both.move(both.ours, keys, 0, load=False).success
-        assert both.held(both.ours, keys) == ["HIT"] * 4
-        assert both.move(both.ours, keys, 16, load=True).success
-        assert (both.rows[16:20] == both.rows[:4]).all()
-        (event,) = both.ours.take_events()
-        assert (event.medium.name, event.locality.name) == ("STORAGE", "REMOTE")
-        both.each(lambda tier: tier.shutdown())
 
 
 def test_a_reset_of_vllms_caches_leaves_nothing_for_what_may_have_other_weights(both) -> None:
