@@ -7,14 +7,15 @@ What is measured:
 - The bandwidth of writes and reads through the tier, checksums included, beside the raw limit:
   plain O_DIRECT ``pwritev`` and ``preadv`` of the same sizes, from and into huge pages, with as
   many threads, on a preallocated file of the same file system. Chunks lie in a pool as the kernel
-  gives it, and in small pages, as before Linux 6.1, with a copy between slot and disk. Each round
-  begins with the next kind. A row is the median, and a ratio the median of the rounds' ratios.
+  gives it, and in small pages, as before Linux 6.1, with a copy between slot and disk; at last in
+  two folders of one set, which one disk reads no faster. Each round begins with the next kind. A
+  row is the median, and a ratio the median of the rounds' ratios.
 - CPU seconds of this process for a GiB, in the same rounds. They vary less than bandwidth on a busy
   machine. ``load_average`` (of five minutes) in the results file says how busy it was.
 - Recovery: seconds from the constructor to the last recovered key, after ``kill -9``, with a table
   that is not in the page cache.
 
-It needs room for two files of ``chunks * chunk_mib`` and one of 400 MB, and removes them.
+It needs room for four files of ``chunks * chunk_mib`` and one of 400 MB, and removes them.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from kvtier.bench.flags import run_micro
 from kvtier.bench.report import Row, against, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
+from kvtier.tiers.base import Tier
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.tier import NvmeTier
 
 BUFFERS, CHUNK_BYTES, CHUNKS = 16, 7 << 20, 64
-_COPIED = "small pages"
-_SHARES = {"default": (0.60, 0.85, 0.7), _COPIED: (None, None, None)}
+_COPIED, _HALVES = "small pages", "two folders on the disk"
+_SHARES = {"default": (0.60, 0.85, 0.7), _COPIED: (None, None, None), _HALVES: (None, None, None)}
 """Where chunks lie, and what the project asks for: shares of the raw disk's write and read, and of
 the CPU time with a copy."""
 _RECOVERY_S, _RECOVERED_CHUNKS = 2.0, 100_000
@@ -138,34 +141,39 @@ def bandwidth(folder: Path, rounds: int, threads: int) -> list[Row]:
         kinds = {"default": default, _COPIED: make_buffers(BUFFERS, chunk_bytes)}
         keys, best = make_keys(chunks), make_buffers(BUFFERS, chunk_bytes, huge=True)
         folder.mkdir()
-        tier = NvmeTier(
-            folder / "tier",
-            chunks * (chunk_bytes + 4096) + (1 << 20),
-            chunk_bytes,
-            in_huge_pages=pool.in_huge_pages,
-        )
-        ends.callback(tier.close)
-
-        def write(chunk: int, buffer: memoryview) -> None:
-            expect(tier.write(keys[chunk], buffer))
-
-        def read(chunk: int, buffer: memoryview) -> None:
-            expect(tier.read(keys[chunk], buffer))
-
-        def forget() -> None:
-            for key in keys:
-                tier.delete(key)
-
+        room, huge = chunks * (chunk_bytes + 4096) + (1 << 20), pool.in_huge_pages
+        one = NvmeTier(folder / "tier", room, chunk_bytes, in_huge_pages=huge)
+        places = [DiskPlace(folder / f"half{at}", room, threads // 2) for at in range(2)]
+        both = DiskSet(places, chunk_bytes, in_huge_pages=huge)
         raw_write, raw_read = ends.enter_context(raw_disk(folder / "raw", chunk_bytes, chunks))
         writes, reads = {"raw": Way(raw_write, best)}, {"raw": Way(raw_read, best)}
         for kind, buffers in kinds.items():
-            writes[kind], reads[kind] = Way(write, buffers, forget), Way(read, buffers)
+            writes[kind], reads[kind] = _ways(one, keys, buffers)
+        writes[_HALVES], reads[_HALVES] = _ways(both, keys, default)
+        for tier in (one, both):
+            ends.callback(tier.close)
         seen = [_timed(ways, chunks, rounds, threads) for ways in (writes, reads)]
         return [
             row
             for at, (name, turns) in enumerate(zip(("write", "read"), seen, strict=True))
             for row in _rows(f"{name}, {threads} threads", turns, at)
         ]
+
+
+def _ways(tier: Tier, keys: Sequence[ChunkKey], buffers: Sequence[memoryview]) -> tuple[Way, Way]:
+    """Writes and reads through a tier."""
+
+    def write(chunk: int, buffer: memoryview) -> None:
+        expect(tier.write(keys[chunk], buffer))
+
+    def read(chunk: int, buffer: memoryview) -> None:
+        expect(bool(tier.read(keys[chunk], buffer)))
+
+    def forget() -> None:
+        for key in keys:
+            tier.delete(key)
+
+    return Way(write, buffers, forget), Way(read, buffers)
 
 
 def _timed(ways: dict[str, Way], chunks: int, rounds: int, threads: int) -> dict[str, list[Turn]]:
