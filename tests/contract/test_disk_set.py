@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 
+from kvtier.core.chunk import PAGE_BYTES
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.several import parts_of
 from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.sealed import SealedTier
 from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
 
 KEYS = LAYOUT.keys(range(40))
@@ -25,13 +27,20 @@ def on_each(tier):
     return [set(disk.tier.held()) for disk in tier.disks if disk.tier is not None]
 
 
+@pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("slots", [[20], [20, 5], [9, 1, 4, 20, 7]])
-def test_keeps_every_promise_of_a_tier(tmp_path, slots):
+def test_keeps_every_promise_of_a_tier(tmp_path, slots, sealed):
+    size = SLOT - PAGE_BYTES if sealed else SLOT
+
+    def opened():
+        tier = disks(tmp_path / "set", slots)
+        return SealedTier(tier, bytes(32), size) if sealed else tier
+
     def make():
         shutil.rmtree(tmp_path / "set", ignore_errors=True)
-        return disks(tmp_path / "set", slots)
+        return opened()
 
-    check_tier(make, chunk_bytes=SLOT, reopen=lambda: disks(tmp_path / "set", slots))
+    check_tier(make, chunk_bytes=size, reopen=opened)
 
 
 def test_a_prompts_chunks_lie_on_all_disks_and_a_full_one_is_passed_over(tmp_path):
