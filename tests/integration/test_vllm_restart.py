@@ -21,7 +21,8 @@ from tests.spinning import spinning
 
 pytestmark = pytest.mark.vllm
 
-CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = 512 << 10
+"""Of a model that computes a prompt for a second: a hit pays on a busy host too."""
 HOLDS, THIRD, EIGHTH = 80, 11, 4
 """Slots of a RAM beside prompts of 32 chunks."""
 WHOLE = [CHUNKS * BLOCK] * 2
@@ -32,7 +33,7 @@ MORE = pytest.mark.extended
 def lives(forks, tmp_path_factory):
     from kvtier.bench.model import make_model
 
-    model = make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+    model = make_model(tmp_path_factory.mktemp("models") / "demo", "demo")
 
     def once(mode, scenario, **config):
         out = tmp_path_factory.mktemp("run") / "answers.json"
@@ -55,7 +56,7 @@ def killed(lives, tmp_path_factory):
     @cache
     def once(mode):
         folder = tmp_path_factory.mktemp("life") / "nvme"
-        disk = {"nvme_path": folder, "nvme_bytes": "16MiB"}
+        disk = {"nvme_path": folder, "nvme_bytes": "128MiB"}
         return lives(mode, "filled", ram_bytes=f"{HOLDS * CHUNK_BYTES}B", **disk), folder
 
     return once
@@ -86,7 +87,7 @@ def case(mode, slots, *, busy=False, more=True, **config):
 def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_path, one):
     computed, left = killed(one.mode)
     shutil.copytree(left, tmp_path / "nvme")
-    disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "16MiB"}
+    disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "128MiB"}
     with spinning() if one.busy else nullcontext():
         ram = one.slots * CHUNK_BYTES
         again = lives(one.mode, "asked", ram_bytes=f"{ram}B", **disk, **one.config)
@@ -97,7 +98,7 @@ def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_
 @MORE
 def test_so_they_come_from_redis(lives):
     with RedisServer() as server:
-        shared = {"redis_url": server.url, "redis_bytes": "64MiB"}
+        shared = {"redis_url": server.url, "redis_bytes": "128MiB"}
         lives(V1, "filled", ram_bytes=f"{HOLDS * CHUNK_BYTES}B", **shared)
         again = lives(V1, "asked", ram_bytes=f"{EIGHTH * CHUNK_BYTES}B", **shared)
     assert hits(again) == WHOLE
@@ -108,9 +109,9 @@ def test_so_they_come_over_a_server(lives, tmp_path):
     disk: dict[str, Any] = {
         "slot_bytes": CHUNK_BYTES,
         "nvme_path": str(tmp_path / "nvme"),
-        "nvme_bytes": "32MiB",
+        "nvme_bytes": "128MiB",
     }
-    for scenario, ram in (("filled", 2 * HOLDS), ("asked", EIGHTH)):
+    for scenario, ram in (("filled", 2 * HOLDS), ("asked", THIRD)):
         with serving(ram_bytes=ram * CHUNK_BYTES, **disk) as server:
             answers = lives(V2_ASYNC, scenario, server=server.address, server_timeout_ms=5000)
             server.kill()
