@@ -182,7 +182,9 @@ def rows_of(seen: dict[str, list[float]], waits: list[float]) -> Iterator[Row]:
 def rows(given: Any) -> list[Row]:
     from sglang.srt.runtime_context import get_context
 
-    with TemporaryDirectory(dir=Path(given.path or "").resolve()) as name:
+    disk = Path(given.path or "").resolve()
+    disk.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=disk) as name:
         folder = Path(name)
         # An engine's arguments are resolved by its models, which need a GPU's packages.
         told = {"model_path": name, "load_format": "dummy"}
