@@ -23,7 +23,13 @@ from typing import Any
 
 import kvtier.tiers.nvme.files
 from kvtier.bench.flags import described
-from kvtier.bench.micro.nvme import expect, gigabytes_per_second, make_buffers, make_keys
+from kvtier.bench.micro.nvme import (
+    disk_folder,
+    expect,
+    gigabytes_per_second,
+    make_buffers,
+    make_keys,
+)
 from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
@@ -117,7 +123,7 @@ def measure(
 
 def main() -> None:
     parser = described(__doc__)
-    parser.add_argument("--path", type=Path, default=Path("build/bench-disks"))
+    parser.add_argument("--path")
     parser.add_argument("--rate", type=float, default=60e6, help="bytes a second of the slow disks")
     parser.add_argument("--chunks", type=int, default=96, help="of 1 MiB, for each disk's pace")
     parser.add_argument("--cpus", type=int, default=os.cpu_count(), help="that threads are for")
@@ -125,12 +131,12 @@ def main() -> None:
     parser.add_argument("--output", default="")
     arguments = parser.parse_args()
     told: dict[str, list[list[float]]] = {name: [] for name in _ARMS}
-    for _ in range(arguments.rounds):
-        for name, paces in _ARMS.items():
-            chunks = int(arguments.chunks * sum(paces))
-            told[name].append(
-                measure(arguments.path, paces, arguments.rate, chunks, arguments.cpus)
-            )
+    with disk_folder(arguments) as folder:
+        for _ in range(arguments.rounds):
+            for name, paces in _ARMS.items():
+                chunks = int(arguments.chunks * sum(paces))
+                seen = measure(folder / "set", paces, arguments.rate, chunks, arguments.cpus)
+                told[name].append(seen)
     rows = list[Row]()
     for name, paces in _ARMS.items():
         whole = sum(paces) * arguments.rate / 1e9

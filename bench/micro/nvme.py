@@ -15,7 +15,7 @@ What is measured:
 - Recovery: seconds from the constructor to the last recovered key, after ``kill -9``, with a table
   that is not in the page cache.
 
-It needs room for four files of ``chunks * chunk_mib`` and one of 400 MB, and removes them.
+It needs room for four files of ``CHUNKS`` chunks and one of 400 MB, and removes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import argparse
 import mmap
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from kvtier.bench.flags import run_micro
@@ -250,13 +250,11 @@ def _tiny_tier(where: Path, chunks: int) -> NvmeTier:
 
 @contextmanager
 def disk_folder(given: argparse.Namespace) -> Iterator[Path]:
-    """A folder on the disk that ``--path`` names. It is removed."""
-    path = Path(given.path or "build/bench-disk")
+    """A new folder on the disk of the one that ``--path`` names. It is removed."""
+    path = Path(given.path or "build").resolve()
     path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with TemporaryDirectory(dir=path) as name:
+        yield Path(name)
 
 
 def rows_of(given: argparse.Namespace) -> list[Row]:

@@ -16,14 +16,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvtier.bench.flags import run_micro
-from kvtier.bench.micro.nvme import gigabytes_per_second, make_buffers, make_keys
+from kvtier.bench.micro.nvme import disk_folder, gigabytes_per_second, make_buffers, make_keys
 from kvtier.bench.micro.server import server
 from kvtier.bench.report import Row, median_row, percentile
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -182,14 +181,11 @@ def rows_of(seen: dict[str, list[float]], waits: list[float]) -> Iterator[Row]:
 def rows(given: Any) -> list[Row]:
     from sglang.srt.runtime_context import get_context
 
-    disk = Path(given.path or "").resolve()
-    disk.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=disk) as name:
-        folder = Path(name)
+    with disk_folder(given) as folder:
         # An engine's arguments are resolved by its models, which need a GPU's packages.
-        told = {"model_path": name, "load_format": "dummy"}
+        told = {"model_path": str(folder), "load_format": "dummy"}
         type(get_context()).resolved_server_args_dict = lambda _: told
-        nvme = {"KVTIER_NVME_PATH": f"{name}/nvme", "KVTIER_NVME_BYTES": f"{_NVME_BYTES}B"}
+        nvme = {"KVTIER_NVME_PATH": f"{folder}/nvme", "KVTIER_NVME_BYTES": f"{_NVME_BYTES}B"}
         with server(5 * _BYTES // 2, nvme) as (path, _):
             own_read = tier_read(folder / "tier")
             seen = measured(folder, f"unix://{path}", given.rounds, own_read)

@@ -10,6 +10,7 @@ the same 10,000 chunks, of which none is there. Its row is of all rounds' steps 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
@@ -17,17 +18,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from kvtier.bench.flags import described
+from kvtier.bench.flags import run_micro
+from kvtier.bench.micro.nvme import disk_folder
 from kvtier.bench.micro.server import server
 from kvtier.bench.micro.step import one_layer
 from kvtier.bench.model import make_model
-from kvtier.bench.report import median_row, percentile, print_rows, write_results
+from kvtier.bench.report import Row, median_row, percentile
 
 CHUNKS, CHUNK_BYTES, JOBS, LOOKUPS, STEPS = 64, 2 << 20, 8, 10_000, 100
 _BYTES, _POLL_S, _COMPUTES_S = CHUNKS * CHUNK_BYTES, 0.0002, 0.05
@@ -121,20 +122,16 @@ def measured(model: Path, folder: Path, order: int) -> Iterator[tuple[str, int, 
                 tier.shutdown()
 
 
-def main() -> None:
-    parser = described(__doc__)
-    parser.add_argument("--path", type=Path, default=Path.cwd())
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", default="bench/results/tier.json")
-    given, seen = parser.parse_args(), dict[str, tuple[list[float], list[float]]]()
+def rows_of(given: argparse.Namespace) -> list[Row]:
+    seen = dict[str, tuple[list[float], list[float]]]()
     ROWS[:] = np.random.default_rng(0).integers(0, 256, ROWS.shape, np.uint8)
-    with TemporaryDirectory(dir=given.path.resolve()) as folder:
-        model = make_model(Path(folder, "model"), "tiny")
+    with disk_folder(given) as folder:
+        model = make_model(folder / "model", "tiny")
         for number in range(given.rounds):
             order = -1 if number % 2 else 1
-            for name, arm, value in measured(model, Path(folder, f"{number}"), order):
+            for name, arm, value in measured(model, folder / f"{number}", order):
                 seen.setdefault(name, ([], []))[arm].append(value)
-    rows = []
+    rows = list[Row]()
     for name, (own, fs) in seen.items():
         ratio = statistics.median(one / of for one, of in zip(own, fs, strict=True))
         row = median_row(f"vLLM's tier: {name}", own, "ms", statistics.median(fs), ratio)
@@ -142,9 +139,8 @@ def main() -> None:
             slow, theirs = (percentile(each, 99) for each in (own, fs))
             row = replace(row, value=slow, limit=theirs, ratio=slow / theirs)
         rows.append(row)
-    print_rows(rows)
-    write_results(given.out, "tier", rows)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    run_micro("tier", __doc__, 7, rows_of, "--path")

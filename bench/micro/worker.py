@@ -10,20 +10,20 @@ touched. *A step without a job* is all hooks of a step. CPU time of the worker's
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from kvtier.bench.flags import described
+from kvtier.bench.flags import run_micro
 from kvtier.bench.gpu.copies import BLOCK_TOKENS, MOST_HOST_MS, SHAPES, geometry
-from kvtier.bench.report import Row, median_row, percentile, print_rows, write_results
+from kvtier.bench.report import Row, median_row, percentile
 from kvtier.connectors.vllm.metadata import Job, Move, PoolAddress, StepMetadata
 from kvtier.connectors.vllm.worker_side.pools import Pools
 from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
@@ -130,15 +130,9 @@ def measured(name: str, rounds: int) -> Iterator[Row]:
     pool.close()
 
 
-def main() -> None:
-    parser = described(__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("build/worker/worker.json"))
-    given = parser.parse_args()
-    rows = [row for name in SHAPES for row in measured(name, given.rounds)]
-    print_rows(rows)
-    write_results(given.out, "worker", rows)
+def rows_of(given: argparse.Namespace) -> list[Row]:
+    return [row for name in SHAPES for row in measured(name, given.rounds)]
 
 
 if __name__ == "__main__":
-    main()
+    run_micro("worker", __doc__, 30, rows_of)

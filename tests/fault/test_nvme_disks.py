@@ -149,6 +149,11 @@ class Disks:
         places = [DiskPlace(each / "tier", room(40), 2) for each in self.points]
         return DiskSet(places, SLOT, clock=self.clock)
 
+    def filled(self):
+        tier = self.opened()
+        fill(tier, self.keys)
+        return tier
+
     def exchange(self, *images):
         """Mount ``images`` in the places of the first ones. None: nothing."""
         for point in self.points[: len(images)]:
@@ -189,8 +194,7 @@ def test_a_file_system_that_is_full_costs_nothing_in_use_and_itself_at_a_start(d
 
 @pytest.mark.extended
 def test_a_file_system_that_is_unmounted_costs_its_own_and_is_back_when_mounted(disks):
-    tier = disks.opened()
-    fill(tier, disks.keys)
+    tier = disks.filled()
     first = of(tier, 0)
     disks.exchange(None)
     assert held(tier, list(first)[:1]), "open files are read to the end"
@@ -206,8 +210,7 @@ def test_a_file_system_that_is_unmounted_costs_its_own_and_is_back_when_mounted(
 
 @pytest.mark.extended
 def test_file_systems_that_change_places_are_left_alone_and_warm_after_a_restart(disks):
-    tier = disks.opened()
-    fill(tier, disks.keys)
+    tier = disks.filled()
     last = of(tier, 2)
     disks.exchange(disks.images[1], disks.images[0])
     held(tier, disks.keys)

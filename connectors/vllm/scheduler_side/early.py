@@ -258,9 +258,9 @@ class EarlyLoads(Extension):
         if not coming or ready < size or ready + coming != pieces:
             return None
         candidate = prompt.notes[self] = _Candidate(run, claim.deadline)
-        found = self._plan(run, self._store.lookup(run.wanted), busy)
         whole = any(self._store.paces[name].comes_whole for name in self._below(lease))
-        if whole or found is None or found[0] != pieces or not self._blocks_suffice:
+        found = None if whole else self._plan(run, self._store.lookup(run.wanted), busy)
+        if found is None or found[0] != pieces or not self._blocks_suffice:
             candidate.declined = True
             return candidate
         candidate.pieces, candidate.within_s = pieces, found[1].within_s
