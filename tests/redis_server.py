@@ -91,12 +91,13 @@ class RedisServer(ChildProcess):
         with redis.Redis(unix_socket_path=str(self.path)) as client:
             yield client
 
-    def tier(self, url="", *, capacity=64, ttl_s=None, clock=None):
-        """A tier of small chunks, three parts each. ``clock`` is for fault tests."""
+    def tier(self, url="", *, capacity=64, form=FORM, size=CHUNK_BYTES, ttl_s=None, clock=None):
+        """A tier of small chunks, three parts each. ``capacity``: None takes what Redis gives.
+        ``clock`` is for fault tests."""
         servers = RedisServers(url or self.url, connections=4, timeout_s=DEADLINE_S)
-        bytes_ = capacity * FORM.room(CHUNK_BYTES)
+        bytes_ = None if capacity is None else capacity * form.room(size)
         self._tiers.append(
-            RedisTier(servers, FORM, bytes_, CHUNK_BYTES, ttl_s=ttl_s, clock=clock or Clock())
+            RedisTier(servers, form, bytes_, size, ttl_s=ttl_s, clock=clock or Clock())
         )
         return self._tiers[-1]
 

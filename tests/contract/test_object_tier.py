@@ -10,23 +10,19 @@ from functools import partial
 
 import pytest
 
-from kvtier.assemble import assemble
-from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import StateError, TierError
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.parts import ObjectSection, probe
 from kvtier.extensions.objects.tier import ObjectTier
-from kvtier.started import Started
-from kvtier.store.store import Store
 from kvtier.testing import check_tier
 from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm
-from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.memory_bucket import beside
 from tests.redis_server import RedisServer
 from tests.s3_server import FORM, SECRET, URL, S3Server, operated
+from tests.stores import assembled
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
 pytestmark = pytest.mark.usefixtures("patient_with_objects")
@@ -84,23 +80,6 @@ def test_it_keeps_the_promises_of_a_tier(server, chunk_bytes):
         )
 
     check_tier(make, chunk_bytes=chunk_bytes)
-
-
-def test_chunks_are_encrypted_and_another_key_finds_misses(server):
-    size = sealed_bytes(CHUNK_BYTES)
-
-    def sealed(key):
-        return SealedTier(ObjectTier(Bucket(URL, size), FORM, 1 << 20, size), key, CHUNK_BYTES)
-
-    tier = sealed(bytes(range(32)))
-    assert tier.write(KEYS[0], chunk(KEYS[0]))
-    assert bytes(chunk(KEYS[0])[:64]) not in stored(FORM.name(KEYS[0]))
-    into = memoryview(bytearray(CHUNK_BYTES))
-    assert tier.find(KEYS) == 1
-    assert tier.read(KEYS[0], into) is True and into == chunk(KEYS[0])
-    other = sealed(bytes(32))
-    assert other.read(KEYS[0], into) is False
-    assert other.counts["unopened"] == 1
 
 
 def test_a_large_chunk_goes_in_parts_and_comes_back(server):
@@ -262,14 +241,8 @@ def loaded(store):
 
 
 def opened(**more):
-    store = assemble(
-        Started(
-            Config().with_keys(ram_bytes=1 << 20, object_url=URL, object_bytes=1 << 20, **more)
-        ),
-        LAYOUT,
-    )
-    assert isinstance(store, Store)
-    return store
+    given = {"ram_bytes": 1 << 20, "object_url": URL, "object_bytes": 1 << 20}
+    return assembled(LAYOUT, **given | more)
 
 
 def test_a_store_on_an_empty_host_starts_warm_from_the_bucket(server):
@@ -307,12 +280,7 @@ def knows(store, keys):
 
 
 def test_a_budget_is_kept_and_the_end_of_a_prompt_leaves_first(server):
-    room = 4096 + HEADER_BYTES
-    store = assemble(
-        Started(Config().with_keys(ram_bytes=1 << 20, object_url=URL, object_bytes=8 * room)),
-        LAYOUT,
-    )
-    assert isinstance(store, Store)
+    store = opened(object_bytes=8 * (4096 + HEADER_BYTES))
     for tokens in (range(8), range(100, 104)):
         keys = LAYOUT.keys(tokens)
         with store.save(keys) as lease:

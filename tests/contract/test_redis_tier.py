@@ -12,8 +12,6 @@ from kvtier.core.errors import ConfigError, StateError, TierError
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.testing import check_tier
 from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.servers import RedisServers
-from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S
 from tests.redis_server import FORM, PART_BYTES, PARTS, RedisServer, redis_cluster
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
@@ -162,26 +160,17 @@ def test_models_and_part_sizes_do_not_meet(server):
     tier = server.tier()
     tier.write(KEYS[0], chunk(KEYS[0]))
     for form in (Form("kvtier", NAMESPACE[1:], PART_BYTES), Form("other", NAMESPACE, PART_BYTES)):
-        other = RedisTier(
-            RedisServers(server.url, timeout_s=DEADLINE_S), form, 1 << 20, CHUNK_BYTES
-        )
+        other = server.tier(form=form)
         assert other.find(KEYS) == 0
         assert other.recovered() == []
         other.delete(KEYS[0])
-        other.close()
     assert holds(tier, KEYS[0])
-    other = RedisTier(
-        RedisServers(server.url, timeout_s=DEADLINE_S),
-        Form("kvtier", NAMESPACE, PART_BYTES + 1),
-        1 << 20,
-        CHUNK_BYTES,
-    )
+    other = server.tier(form=Form("kvtier", NAMESPACE, PART_BYTES + 1))
     assert not holds(other, KEYS[0]), (
         "a chunk in parts of another size is foreign, not readable by luck"
     )
     assert other.counts["corrupt"] == 1
     assert holds_after_write(other, KEYS[0])
-    other.close()
 
 
 def test_chunks_leave_after_their_ttl_the_header_first(server):
@@ -246,12 +235,11 @@ def test_a_header_that_is_damaged_or_anothers_makes_its_chunk_nobodys(server):
 @pytest.mark.parametrize("chunk_bytes", [7 << 20, 1 << 20, 300_000])
 def test_a_chunk_takes_the_room_it_is_counted_for(server, chunk_bytes):
     form = Form("kvtier", NAMESPACE)
-    tier = RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), form, 1 << 30, chunk_bytes)
+    tier = server.tier(form=form, size=chunk_bytes)
     key = ChunkLayout(bytes(32), 1, 1, (chunk_bytes,)).keys([0])[0]
     assert tier.write(key, chunk(key, chunk_bytes))
     with server.admin() as admin:
         taken = sum(admin.memory_usage(name) for name in form.names(key, chunk_bytes))
-    tier.close()
     assert 0.99 * form.room(chunk_bytes) < taken <= form.room(chunk_bytes)
     assert form.room(chunk_bytes) < 1.15 * chunk_bytes + 4096
 
@@ -334,31 +322,16 @@ def test_the_start_says_in_one_line_what_the_memory_settings_mean(
 
 def test_without_a_budget_it_takes_nine_tenths_of_maxmemory(server):
     with pytest.raises(TierError, match="sets no maxmemory; give redis_bytes"):
-        RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), FORM, None, CHUNK_BYTES)
+        server.tier(capacity=None)
     with server.admin() as admin:
         admin.config_set("maxmemory", "10mb")
-    tier = RedisTier(RedisServers(server.url, timeout_s=DEADLINE_S), FORM, None, CHUNK_BYTES)
+    tier = server.tier(capacity=None)
     assert tier.capacity == int(0.9 * (10 << 20)) // FORM.room(CHUNK_BYTES)
-    tier.close()
 
 
 def test_a_budget_of_less_than_a_chunk_is_an_error(server):
     with pytest.raises(TierError, match=f"give at least {FORM.room(CHUNK_BYTES):,}"):
         server.tier(capacity=0)
-
-
-BAD_URLS = [
-    ("http://127.0.0.1", "scheme is not one of redis"),
-    ("redis://:pass/word@127.0.0.1:6379", "if the password contains"),
-    ("redis+cluster://127.0.0.1/3", "no database numbers"),
-]
-
-
-@pytest.mark.parametrize(("url", "words"), BAD_URLS)
-def test_a_url_that_is_none_is_an_error_of_the_operator(url, words):
-    with pytest.raises(ConfigError, match=words) as raised:
-        RedisServers(url)
-    assert "'pass'" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

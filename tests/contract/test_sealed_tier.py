@@ -8,27 +8,20 @@ from typing import Any
 
 import pytest
 
-from kvtier.assemble import assemble
-from kvtier.config.keys import Config
 from kvtier.config.load import ENCRYPTION_KEY
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, StateError
-from kvtier.started import Started
-from kvtier.store.store import Store
 from kvtier.testing import DictTier, check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.servers import RedisServers
-from kvtier.tiers.redis.tier import RedisTier
-from kvtier.tiers.sealed import SealedTier, key_name, sealed_bytes
-from tests.child_process import DEADLINE_S, wait_for
+from kvtier.tiers.sealed import SealedTier, sealed_bytes
+from tests.child_process import wait_for
 from tests.nvme_place import LAYOUT, SLOT, flip, room
-from tests.redis_server import PART_BYTES, RedisServer
+from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess, attached, load, run, save, short_folder
-from tests.tier_chunks import NAMESPACE
+from tests.stores import assembled
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 KEYS = LAYOUT.keys(range(6))
@@ -38,17 +31,6 @@ SEALED = sealed_bytes(SLOT)
 def on_disk(path, size=SLOT, key=KEY):
     slot = -(-sealed_bytes(size) // PAGE_BYTES) * PAGE_BYTES
     return SealedTier(NvmeTier(path, room(20, slot), slot), key, size)
-
-
-def in_redis(server, size=SLOT, key=KEY):
-    form = Form("kvtier", NAMESPACE + key_name(key), PART_BYTES)
-    return SealedTier(
-        RedisTier(
-            RedisServers(server.url, timeout_s=DEADLINE_S), form, 1 << 24, sealed_bytes(size)
-        ),
-        key,
-        size,
-    )
 
 
 def read(tier, key):
@@ -92,9 +74,10 @@ def test_over_redis_it_keeps_every_promise_of_a_tier():
         def make():
             with server.admin() as admin:
                 admin.flushall()
-            return in_redis(server, 10_000)
+            return SealedTier(server.tier(size=sealed_bytes(10_000)), KEY, 10_000)
 
         check_tier(make, chunk_bytes=10_000)
+        assert make().comes_whole, "a tier that seals another is like it"
 
 
 # ---- what lies below -----------------------------------------------------------------------------
@@ -231,20 +214,6 @@ def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path):
     again.close()
 
 
-@pytest.mark.redis
-def test_servers_with_different_keys_share_a_redis_and_leave_each_other_alone():
-    with RedisServer() as server:
-        one, two = in_redis(server), in_redis(server, key=OTHER_KEY)
-        assert one.comes_whole, "a tier that seals another is like it"
-        assert one.write(KEYS[0], content(KEYS[0], SLOT))
-        assert two.find(KEYS) == 0
-        assert read(two, KEYS[0]) is False
-        two.delete(KEYS[0])
-        assert read(one, KEYS[0])
-        for tier in (one, two):
-            tier.close()
-
-
 # ---- kvtier check --------------------------------------------------------------------------------
 
 
@@ -289,21 +258,14 @@ def settings(tmp_path):
 )
 def test_a_key_file_that_is_none_is_refused_and_not_shown(tmp_path, settings, text, mode, words):
     with pytest.raises(ConfigError, match=words) as raised:
-        assemble(
-            Started(
-                Config().with_keys(encryption_key_file=key_file(tmp_path, text, mode), **settings)
-            ),
-            LAYOUT,
-        )
+        assembled(LAYOUT, encryption_key_file=key_file(tmp_path, text, mode), **settings)
     assert not text or text not in str(raised.value)
     assert not (tmp_path / "nvme").exists()
 
 
 def test_a_key_file_that_is_missing_is_refused(tmp_path, settings):
     with pytest.raises(ConfigError, match="encryption_key_file=/nowhere/key cannot be read"):
-        assemble(
-            Started(Config().with_keys(encryption_key_file="/nowhere/key", **settings)), LAYOUT
-        )
+        assembled(LAYOUT, encryption_key_file="/nowhere/key", **settings)
     assert not (tmp_path / "nvme").exists()
 
 
@@ -322,36 +284,26 @@ def test_a_variable_that_is_empty_or_one_too_many_is_refused(
     monkeypatch.setenv(ENCRYPTION_KEY, given)
     both = key_file(tmp_path) if given else None
     with pytest.raises(ConfigError, match=words):
-        assemble(Started(Config().with_keys(encryption_key_file=both, **settings)), LAYOUT)
+        assembled(LAYOUT, encryption_key_file=both, **settings)
 
 
 def test_without_the_library_it_is_an_error_that_names_the_extra(tmp_path, settings, monkeypatch):
     monkeypatch.delitem(sys.modules, "kvtier.tiers.sealed", raising=False)
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(ConfigError, match=r"install 'cryptography>=\d+', or remove the key"):
-        assemble(
-            Started(Config().with_keys(encryption_key_file=key_file(tmp_path), **settings)), LAYOUT
-        )
-
-
-def by_file(folder):
-    return {"encryption_key_file": key_file(folder)}
-
-
-def by_variable(_):
-    return {
-        "encryption_key": KEY.hex() + "\n"
-    }  # becomes KVTIER_ENCRYPTION_KEY of the server's process
+        assembled(LAYOUT, encryption_key_file=key_file(tmp_path), **settings)
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("way", [by_file, by_variable])
+@pytest.mark.parametrize("way", ["file", "variable"])
 def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_only(way):
     keys = run(1, 3)
     with short_folder() as folder, RedisServer() as redis:
         place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
         place |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
-        server = ServerProcess(folder, **place, **way(folder))
+        by_file = {"encryption_key_file": key_file(folder)}
+        key = by_file if way == "file" else {"encryption_key": KEY.hex() + "\n"}
+        server = ServerProcess(folder, **place, **key)
         with server, redis.admin() as behind, attached(server.access()) as client:
             save(client, keys)
             wait_for(
@@ -394,8 +346,7 @@ def test_switched_on_and_off_a_folder_starts_empty(tmp_path, settings, monkeypat
         monkeypatch.setenv(ENCRYPTION_KEY, KEY.hex())
         if not encrypted:
             monkeypatch.delenv(ENCRYPTION_KEY)
-        store = assemble(Started(Config().with_keys(**settings)), LAYOUT)
-        assert isinstance(store, Store)
+        store = assembled(LAYOUT, **settings)
         found = store.stats()["nvme_held"]
         save(store, KEYS[:1])
         wait_for(lambda: store.stats()["nvme_held"] == 1, "spilled")
@@ -408,14 +359,8 @@ def test_switched_on_and_off_a_folder_starts_empty(tmp_path, settings, monkeypat
 def test_the_layouts_own_size_is_kept_to(tmp_path):
     """A chunk is not a whole number of pages. The Store's slots are, and so are sealed ones."""
     layout = ChunkLayout(bytes(32), 1, 1, (5000,))
-    config = Config().with_keys(
-        ram_bytes=8 * SLOT,
-        nvme_path=str(tmp_path),
-        nvme_bytes=1 << 20,
-        encryption_key_file=key_file(tmp_path),
-    )
-    store = assemble(Started(config), layout)
-    assert isinstance(store, Store)
+    place = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20}
+    store = assembled(layout, ram_bytes=8 * SLOT, encryption_key_file=key_file(tmp_path), **place)
     save(store, layout.keys([1, 2]))
     wait_for(lambda: store.stats()["nvme_held"] == 2, "spilled")
     assert store.close()

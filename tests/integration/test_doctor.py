@@ -118,21 +118,7 @@ SERVE = ("python", "-m", API_SERVER, "--model", "M")
     ("words", "env", "state", "seen"),
     [
         (SERVE, {}, "ok", "KVTierConnector added"),
-        (
-            (*SERVE, "--kv-transfer-config", '{"kv_connector":"KVTierConnector"}'),
-            {},
-            "ok",
-            "as the command says",
-        ),
-        (
-            (*SERVE, "--kv-transfer-config", '{"kv_connector":"NixlConnector"}'),
-            {},
-            "fail",
-            "'NixlConnector'",
-        ),
-        ((*SERVE, "--kv-offloading-size", "4"), {}, "fail", "vLLM's own offloading"),
         (SERVE, {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}, "fail", "expandable_segments:True beside"),
-        (("vllm", "bench", "M"), {}, "fail", "expected vllm serve MODEL"),
         ((), {"OPTION_KV_OFFLOADING_SIZE": "4"}, "fail", "vLLM's own offloading"),
     ],
 )

@@ -2,10 +2,8 @@
 plug-in interface."""
 
 import json
-import os
-import signal
 import subprocess
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from tests.child_process import wait_for
@@ -23,7 +20,6 @@ from tests.server_process import attached, serving
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "lmcache-0.5.6" / "bin" / "python"
 CHUNK = 64
-START_S = 300.0
 LENGTH = 3 * CHUNK + 20
 """Three whole chunks and a shorter one."""
 CHUNK_BYTES = 4096 + 2 * 2 * CHUNK * 32 * 2
@@ -145,66 +141,6 @@ def engines(processes, tmp_path):
             return engine
 
         yield start
-
-
-VLLM_CHUNK = 4096 + 64 * 4 * 2 * 2 * 32 * 4
-"""Of the tiny model, in float32."""
-HIT = 512
-
-
-@pytest.mark.vllm
-@pytest.mark.extended
-def test_real_vllm_with_real_lmcache_hits_what_another_engine_stored(tmp_path):
-    model = make_model(tmp_path / "tiny", "tiny")
-    with (
-        serving(ram_bytes="16MiB") as server,
-        attached(server.access(ChunkLayout(bytes(32), 1, 1, (VLLM_CHUNK,)))) as us,
-    ):
-        with vllm(server, tmp_path / "one", model) as first:
-            wait_for(lambda: us.stats()["ram_ready"] >= 3 * HIT // CHUNK, "stored")
-        with vllm(server, tmp_path / "two", model) as second:
-            pass
-    assert [answer["cached"] for answer in first] == [0] * 3
-    assert [answer["cached"] for answer in second] == [HIT] * 3
-    assert [answer["tokens"] for answer in second] == [answer["tokens"] for answer in first]
-
-
-@contextmanager
-def vllm(server, folder, model):
-    """An engine that has asked all documents, and its answers. It lives as long as the context."""
-    folder.mkdir()
-    (folder / "lmcache.yaml").write_text(json.dumps(settings_of(**near(server))))
-    environment = clean_environment() | {
-        "LMCACHE_CONFIG_FILE": str(folder / "lmcache.yaml"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
-    command = [
-        str(PYTHON),
-        "-m",
-        "tests.integration.lmcache_vllm",
-        str(folder / "answers.json"),
-        str(model),
-    ]
-    with (
-        (folder / "engine.log").open("w") as log,
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            answered = (folder / "answers.json").exists
-            wait_for(lambda: answered() or process.poll() is not None, "answered", START_S)
-            assert answered(), (folder / "engine.log").read_text()[-6000:]
-            yield json.loads((folder / "answers.json").read_text())
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def near(server):

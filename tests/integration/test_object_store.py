@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.assemble import assemble
-from kvtier.config.keys import Config
 from kvtier.core.lookup import Progress
-from kvtier.started import Started
-from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.away.object_layout import ObjectForm
 from tests import command
@@ -26,6 +22,7 @@ from tests.memory_bucket import beside
 from tests.s3_proxy import Answer, S3Proxy
 from tests.s3_server import SECRET, S3Server, moto_python, operated
 from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, save
+from tests.stores import assembled
 
 ROOT = Path(__file__).parents[2]
 SEALED = {"ram_bytes": 16 * SLOT, "object_url": "s3://bucket/sealed", "object_bytes": 1 << 20}
@@ -227,9 +224,7 @@ def test_what_a_clear_could_not_delete_is_owed_and_deleted_later(emptied):
 def test_chunks_of_a_server_with_a_key_are_sealed_and_another_key_meets_none(server, tmp_path):
     def store(key):
         more = {"encryption_key_file": secret_file(tmp_path, "key", key)} if key else {}
-        made = assemble(Started(Config().with_keys(**SEALED, **more)), LAYOUT)
-        assert isinstance(made, Store)
-        return made
+        return assembled(LAYOUT, **SEALED, **more)
 
     def objects():
         return sorted(name for name, _, _ in bucket.listed("sealed"))

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from kvtier.bench.traces.mooncake import lines_of
+from kvtier.bench.traces.replay import Replay
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
 from tests.child_process import wait_for
 from tests.server_process import LAYOUT, SLOT, attached, run, save, serving
+from tests.stores import keys, over
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -148,6 +150,16 @@ def test_a_replay_hits_what_the_simulator_says(policy, below, tmp_path, capsys):
         assert replayed["hits"]["nvme"] > 0
         assert abs(replayed["writes"]["nvme"] - simulated["writes"]) < 0.02 * simulated["writes"]
     assert (again["requests"], again["wrong_bytes"]) == (9, 0)
+
+
+def test_a_wrong_byte_is_counted():
+    store, _ = over()
+    replay, run = Replay([store]), keys(1, 2)
+    assert replay._save(store, run)["saved"] == 2
+    with store.load(run) as lease:
+        lease.poll()
+        lease.views()[1][9] ^= 1
+    assert replay._load(store, run, "")["wrong"] == 1
 
 
 def test_a_server_records_how_requests_ended(tmp_path, capsys):

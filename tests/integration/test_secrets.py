@@ -13,19 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.assemble import assemble
 from kvtier.bench.processes.servers import free_port
-from kvtier.config.keys import Config
-from kvtier.config.load import ENCRYPTION_KEY, load
-from kvtier.core.chunk import ChunkLayout
+from kvtier.config.load import ENCRYPTION_KEY
 from kvtier.core.errors import ConfigError
-from kvtier.started import Started
-from kvtier.store.store import Store
 from kvtier.tiers.sealed import key_name
 from tests.child_process import wait_for
 from tests.command import bare
 from tests.redis_server import RedisServer, make_certificate
-from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder
+from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, run, save, short_folder
+from tests.stores import assembled
 
 KEY = random.Random(7).randbytes(32)
 TOKEN, ADMIN_TOKEN, PASSWORD = "engines-token-4f1c9d", "admins-token-77aa01", "redis-pass-0be5d3"
@@ -195,12 +191,6 @@ def test_lmcaches_secrets_are_not_told(place, way):
     assert not any(one in told for one in OTHERS)
 
 
-def test_a_value_without_end_is_cut(place):
-    with pytest.raises(ConfigError) as error:
-        load(env={"KVTIER_POLICY": "x" * 100_000})
-    assert len(str(error.value)) < 1000
-
-
 def test_a_tls_key_that_every_user_may_read_is_refused(place):
     certificate, key = make_certificate(place, "server")
     key.chmod(0o644)
@@ -212,10 +202,7 @@ def test_a_tls_key_that_every_user_may_read_is_refused(place):
     server = ServerProcess(place, f"tcp://127.0.0.1:{free_port()}", **files)
     assert "server_key" in server.refusal()
     with pytest.raises(ConfigError, match=r"server_key=.* is open to every user: chmod 600"):
-        assemble(
-            Started(Config().with_keys(ram_bytes=8 * SLOT, server="tcp://127.0.0.1:1", **files)),
-            ChunkLayout(bytes(32), 1, 1, (SLOT,)),
-        )
+        assembled(LAYOUT, ram_bytes=8 * SLOT, server="tcp://127.0.0.1:1", **files)
 
 
 def windows(secret, size=4):
@@ -261,15 +248,8 @@ def test_no_four_bytes_of_the_key_are_in_what_is_written_named_or_logged(place):
 
 def test_an_embedded_store_says_which_key_and_not_the_key(place, caplog):
     caplog.set_level("DEBUG")
-    config = Config().with_keys(
-        ram_bytes=8 * SLOT,
-        nvme_path=str(place / "nvme"),
-        nvme_bytes=1 << 20,
-        encryption_key_file=secret_file(place, "encryption", KEY.hex()),
-    )
-    store = assemble(Started(config), ChunkLayout(bytes(32), 1, 1, (SLOT,)))
-    assert isinstance(store, Store)
-    assert store.close()
+    disk = {"nvme_path": str(place / "nvme"), "nvme_bytes": 1 << 20}
+    key = secret_file(place, "encryption", KEY.hex())
+    assert assembled(LAYOUT, ram_bytes=8 * SLOT, encryption_key_file=key, **disk).close()
     assert key_name(KEY).hex() in caplog.text
     assert not any(part.hex() in caplog.text for part in windows(KEY))
-    assert KEY.hex() not in repr(config)

@@ -12,7 +12,6 @@ from kvtier.assemble import assemble
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.client.remote_tier import RemoteTier
-from kvtier.config.keys import Config
 from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
@@ -21,8 +20,7 @@ from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.attack.clients import greetings, of_size
 from tests.certificates import make_certificates
-from tests.child_process import wait_for
-from tests.integration.test_server_tcp import TOKEN, cache_server, engine, port, relay, token_file
+from tests.integration.test_server_tcp import TOKEN, cache_server, port, relay, token_file
 from tests.rogue_server import greet, rogue
 from tests.server_process import (
     LAYOUT,
@@ -36,6 +34,7 @@ from tests.server_process import (
     serving,
     short_folder,
 )
+from tests.stores import assembled
 
 __all__ = ["port", "token_file"]
 pytestmark = pytest.mark.usefixtures("patient")
@@ -67,14 +66,6 @@ def context(certificates, trusted, shown):
     return client_tls(str(certificates / f"{trusted}.pem"), *files)
 
 
-def test_chunks_over_tls(tls_server, port, certificates):
-    access = cache_server(port, tls=context(certificates, "ours", "ours"))
-    with engine(access) as one, engine(access) as two, attached(tls_server.access()) as near:
-        save(one, run(1, 6))
-        wait_for(lambda: near.lookup(run(1, 6)).ready == 6, "spilled")
-        assert load(two, run(1, 6)) == ["remote"] * 6
-
-
 @pytest.mark.usefixtures("tls_server")
 def test_a_client_is_counted_by_its_certificate(port, certificates):
     access = cache_server(port, tls=context(certificates, "ours", "ours"))
@@ -91,13 +82,8 @@ def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
     keys: dict[str, Any] = {key: str(certificates / file) for key, file in files.items()}
     keys["server_token_file"] = str(token_file)
     with serving(f"tcp://127.0.0.1:{port}", **keys) as server:
-        near = assemble(Started(Config().with_keys(server=str(server.address), **keys)), LAYOUT)
-        far_away = assemble(
-            Started(
-                Config().with_keys(server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys)
-            ),
-            LAYOUT,
-        )
+        near = assembled(LAYOUT, server=str(server.address), **keys)
+        far_away = assembled(LAYOUT, server=f"tcp://localhost:{port}", ram_bytes=8 * SLOT, **keys)
         assert isinstance(near, Client) and isinstance(far_away, Store)
         save(near, run(1, 4))
         assert load(far_away, run(1, 4)) == ["remote"] * 4
@@ -240,12 +226,8 @@ def test_both_go_without_encryption_when_told_so_and_say_it_once(port, token_fil
         "network between can read"
     )
     with serving(f"tcp://{EVERYWHERE}:{port}", **keys) as server, attached(server.access()) as near:
-        store = assemble(
-            Started(
-                Config().with_keys(server=f"tcp://{EVERYWHERE}:{port}", ram_bytes=8 * SLOT, **keys)
-            ),
-            LAYOUT,
-        )
+        far = f"tcp://{EVERYWHERE}:{port}"
+        store = assembled(LAYOUT, server=far, ram_bytes=8 * SLOT, **keys)
         save(near, run(1, 4))
         assert load(store, run(1, 4)) == ["remote"] * 4
         store.close()

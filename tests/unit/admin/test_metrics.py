@@ -21,7 +21,6 @@ from kvtier.admin.places import bind
 from kvtier.admin.status import EVERY_S, History
 from kvtier.cli import operate
 from kvtier.cli.top import Look, Screen
-from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served as CoreServed
 from kvtier.core.pool import Pool
@@ -32,7 +31,6 @@ from kvtier.server.registry import SizeClasses
 from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.testing.check_tier import content
 from kvtier.tiers.away import object_layout
 from kvtier.tiers.base import ForwardingTier
 from kvtier.tiers.nvme import index as nvme_index
@@ -42,10 +40,9 @@ from kvtier.tiers.redis import layout as redis_layout
 from tests.admin_server import TOKEN
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock
+from tests.stores import SLOT, keys, save
 
 ROOT = Path(__file__).parents[3]
-SLOT = 4096
-LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
 
 
 class Peer:
@@ -93,17 +90,6 @@ def served(tmp_path):
     served = Served(tmp_path)
     yield served
     served.size_classes.close(10.0)
-
-
-def keys(*tokens):
-    return LAYOUT.keys(tokens)
-
-
-def save(store, run):
-    with store.save(run) as lease:
-        for key, view in zip(lease.keys, lease.views(), strict=True):
-            view[:] = content(key, len(view))
-        lease.commit()
 
 
 def load(store, run):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.admin.purge import purge
-from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import may, owner_of
@@ -15,9 +15,8 @@ from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 from kvtier.testing import DictTier
 from tests.child_process import DEADLINE_S
+from tests.stores import SLOT, held, keys, save
 
-SLOT = 4096
-LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
 OURS, THEIRS = owner_of(bytes(32), "ours"), owner_of(bytes(32), "theirs")
 
 
@@ -57,13 +56,6 @@ def size_class(tier):
     assert size_classes.close(10.0)
 
 
-def save(store, owner, *tokens):
-    keys = LAYOUT.keys(tokens)
-    with store.save(keys, owner) as lease:
-        lease.commit()
-    return keys
-
-
 def purged(size_classes, namespace):
     return asyncio.run(purge(size_classes, namespace, ()))
 
@@ -75,8 +67,8 @@ def spilled(store, count):
 
 def test_clearing_everything_reaches_ram_and_the_tiers_below(size_class, tier):
     size_classes, one = size_class
-    save(one.store, OURS, 1, 2)
-    save(one.store, THEIRS, 3)
+    save(one.store, keys(1, 2), owner=OURS)
+    save(one.store, keys(3), owner=THEIRS)
     spilled(one.store, 3)
     assert len(tier.held) == 3
     told = purged(size_classes, None)
@@ -86,7 +78,7 @@ def test_clearing_everything_reaches_ram_and_the_tiers_below(size_class, tier):
 
 def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds():
     tier, lane = DictTier(64), Lane("dict", 1, urgent_bound=64, bound=64)
-    tier.held.update(dict.fromkeys(LAYOUT.keys([1, 2, 3]), bytes(SLOT)))
+    tier.held = held(keys(1, 2, 3))
     store = Store(Pool(2, SLOT), [(tier, lane)])
     store.invalidate_all()
     assert store.close(10.0)
@@ -95,16 +87,16 @@ def test_clear_of_a_store_reaches_what_only_a_lower_tier_holds():
 
 def test_of_a_tenant_only_what_is_its_own(size_class):
     size_classes, one = size_class
-    save(one.store, OURS, 1, 2)
-    theirs = save(one.store, THEIRS, 3)
+    save(one.store, keys(1, 2), owner=OURS)
+    save(one.store, keys(3), owner=THEIRS)
     spilled(one.store, 3)
     assert purged(size_classes, "ours").chunks == 2
-    assert set(one.store.every_key()) == set(theirs)
+    assert set(one.store.every_key()) == set(keys(3))
 
 
 def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(size_class, tier):
     size_classes, one = size_class
-    (key,) = LAYOUT.keys([7])
+    (key,) = keys(7)
     tier.write(key, memoryview(bytes(SLOT)), OURS)
     came: list[int] = []
 
@@ -122,7 +114,7 @@ def test_what_an_engine_brings_back_into_ram_during_a_purge_goes_too(size_class,
 
 def test_what_others_wrote_into_a_shared_tier_goes_too(size_class, tier):
     size_classes, one = size_class
-    (key,) = LAYOUT.keys([9])
+    (key,) = keys(9)
     tier.write(key, memoryview(bytes(SLOT)), OURS)
     assert set(one.store.every_key()) == set(), "nobody here knows of it"
     told = purged(size_classes, "ours")

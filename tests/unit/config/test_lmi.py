@@ -61,11 +61,6 @@ def test_serving_properties_is_found_where_lmi_keeps_it_and_where_it_is_named(
     assert load(env=named).engine.auto is False, "the model's own file comes first"
 
 
-def test_a_named_file_that_is_not_there_is_an_error():
-    with pytest.raises(ConfigError, match=r"'/none/serving.properties' cannot be read"):
-        load(env={"KVTIER_PROPERTIES_FILE": "/none/serving.properties"})
-
-
 def test_a_config_file_named_there_counts_from_its_folder(tmp_path):
     (tmp_path / "lm.yaml").write_text("chunk_size: 512\n")
     properties = tmp_path / "serving.properties"
@@ -73,16 +68,6 @@ def test_a_config_file_named_there_counts_from_its_folder(tmp_path):
     found = load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
     got = (found.engine.chunk_tokens, found.sources["chunk_tokens"])
     assert got == (512, f"LMCache file {tmp_path}/lm.yaml: chunk_size")
-
-
-def test_file_and_auto_together_are_refused_naming_both(tmp_path):
-    (tmp_path / "lm.yaml").write_text("chunk_size: 512\n")
-    properties = tmp_path / "serving.properties"
-    properties.write_text("option.lmcache_config_file=lm.yaml\noption.lmcache_auto_config=true\n")
-    with pytest.raises(ConfigError) as refused:
-        load(env={"KVTIER_PROPERTIES_FILE": str(properties)})
-    assert f"option.lmcache_auto_config in {properties} asks" in str(refused.value)
-    assert f"the file {tmp_path}/lm.yaml sets sizes by hand" in str(refused.value)
 
 
 def test_with_the_word_each_lmcache_variable_is_read_and_answered_for():

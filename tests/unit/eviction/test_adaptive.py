@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.bench.traces.mooncake import Request, key_of
 from kvtier.bench.traces.simulate import Cache, simulate
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.core.steps import PIECE_CHUNKS, whole
@@ -18,10 +18,7 @@ from kvtier.eviction.sessions import Sessions
 from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-
-SLOT = 4096
-LAYOUT = ChunkLayout(fingerprint({"model": "adaptive"}), 1, 1, (SLOT,))
-
+from tests.stores import SLOT, keys, save
 
 RAM, NVME = 12, 60
 
@@ -67,9 +64,7 @@ def follow(one, requests, lock):
 def drive(store, spare, run):
     with store.load(run) as load:
         served = load.poll().ready
-    with store.save(run) as lease:
-        lease.commit()
-    spare.run()
+    save(store, run, spare)
     return served
 
 
@@ -108,8 +103,8 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypat
         pauses.append(seconds)
 
     monkeypatch.setattr("kvtier.store.store.time.sleep", look)
-    drive(store, spare, LAYOUT.keys([1, 2]))
-    drive(store, spare, LAYOUT.keys(list(range(50 * PIECE_CHUNKS))))
+    drive(store, spare, keys(1, 2))
+    drive(store, spare, keys(*range(50 * PIECE_CHUNKS)))
     assert set(pauses) == {0} and adaptive.places[0][1].asked == 2 + 50 * PIECE_CHUNKS
     assert len(pauses) > 50 * len(adaptive.places[0][1].settings), "a long prompt in pieces"
 
@@ -117,16 +112,16 @@ def test_the_shadows_run_without_the_lock_and_pause_between_each_other(monkeypat
 def test_what_waits_is_bounded_and_what_is_dropped_is_counted():
     store = Store(Pool(10, SLOT), orders=Adaptive().orders(), spare=ManualLane(bound=1))
     for number in range(1000):
-        store.load(LAYOUT.keys([number])).close()
+        store.load(keys(number)).close()
     stats = store.stats()
     assert (stats["dropped_prompts"], stats["followed_prompts"]) == (1000 - 256, 0)
 
 
 def test_a_prompt_that_waits_for_a_tier_asks_again_and_counts_once():
     store, spare, adaptive = made()
-    run = LAYOUT.keys([1, 2, 3])
+    run = keys(1, 2, 3)
     store.load(run).close()
-    run.append(LAYOUT.keys([7])[0])  # the caller's list goes on growing
+    run.append(keys(7)[0])  # the caller's list goes on growing
     store.load(run[:3], asker=Asker(again=True)).close()
     spare.run()
     assert (store.stats()["followed_prompts"], adaptive.places[0][1].asked) == (1, 3)
@@ -144,11 +139,11 @@ def test_large_places_are_followed_in_part(room, part):
 
 def test_a_session_is_followed_with_all_its_turns_or_not_at_all():
     shadows, sessions = Shadows(122_880, SavedCompute()), Sessions(10_000)
-    draw, turns = random.Random(1), {number: LAYOUT.keys([number, 1]) for number in range(400)}
+    draw, turns = random.Random(1), {number: keys(number, 1) for number in range(400)}
     followed = dict.fromkeys(turns, 0)
     for _ in range(4):
         for number in draw.sample(sorted(turns), len(turns)):
-            turns[number] = LAYOUT.keys([number, 1, *[2] * len(turns[number])])
+            turns[number] = keys(number, 1, *[2] * len(turns[number]))
             before = shadows.asked
             whole(shadows.seeing(turns[number], sessions.seen(turns[number])))
             followed[number] += shadows.asked > before

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.eviction.adaptive import Adaptive, Orders
@@ -30,28 +30,25 @@ from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.answering import Session
 from tests.clock import Clock
+from tests.stores import SLOT, keys
 
-SLOT = 4096
-LAYOUT = ChunkLayout(fingerprint({"model": "hints"}), 1, 1, (SLOT,))
 OVER = Hint(over=True)
 
 
-def keys(*tokens):
-    return LAYOUT.keys(list(tokens))
-
-
 class Cache:
-    """A Store with a tier that is written on eviction, lanes turned by hand, and a clock."""
+    """A Store with a tier that is written on eviction, or at once, lanes turned by hand, and a
+    clock. ``keep``: the part that hints may keep."""
 
-    def __init__(self, slots, policy=Segments, below=64, adaptive=None):
+    def __init__(self, slots, policy=Segments, below=64, adaptive=None, keep=0.5, on_evict=True):
         self.tier, self.lane, self.spare, self.clock = (
             DictTier(below),
             ManualLane(),
             ManualLane(bound=1),
             Clock(),
         )
-        places = [TierSpec(self.tier, self.lane, on_evict=True)]
-        orders = Orders(policy, policy, policy) if adaptive is None else adaptive.orders()
+        places = [TierSpec(self.tier, self.lane, on_evict=on_evict)]
+        own = Orders(policy, policy, policy, keep=keep)
+        orders = own if adaptive is None else adaptive.orders()
         self.store = Store(Pool(slots, SLOT), places, orders, spare=self.spare, clock=self.clock)
         self.spare.run()
 

@@ -5,30 +5,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.assemble import assemble_store
 from kvtier.config.keys import Config
 from kvtier.config.load import load
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
-from kvtier.core.pool import Pool
-from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.kept import Kept
 from kvtier.eviction.order import LRU, Owned
 from kvtier.eviction.segments import Segments
-from kvtier.started import Started
 from kvtier.store.directory import Directory
-from kvtier.store.lower.lower_tier import TierSpec
-from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
-from tests.clock import Clock
-
-SLOT = 4096
-LAYOUT = ChunkLayout(fingerprint({"model": "kept"}), 1, 1, (SLOT,))
+from kvtier.testing import DictTier
+from tests.stores import SLOT, assembled, keys, over, save
+from tests.unit.eviction.test_hints import Cache
 
 
 def key(number):
-    return LAYOUT.keys([number])[0]
+    return keys(number)[0]
 
 
 def keep_some(directory, owner, first, count, salt=""):
@@ -83,10 +75,8 @@ def test_a_client_alone_may_keep_what_its_tenant_may():
 
 
 def test_what_a_salt_keeps_in_ram_it_keeps_in_the_tiers_too():
-    lane = ManualLane(urgent_bound=99, bound=99)
-    store = Store(Pool(32, SLOT), [(DictTier(32), lane)])
-    with store.save([key(1)], 1) as lease:
-        lease.commit()
+    store, (lane,) = over(DictTier(32), slots=32)
+    save(store, keys(1), owner=1)
     store._directory.keep([key(1)], 60.0, "salt")
     lane.run()
     assert [place.kept.stays[key(1)].salt for place in store._directory._orders] == ["salt"] * 2
@@ -128,73 +118,39 @@ def test_the_time_begins_anew_with_each_use():
     assert not order.kept.stays
 
 
-class Cache:
-    """A Store of 4 slots over a tier of 6 chunks, with lanes that are turned by hand."""
-
-    def __init__(self, *, on_evict):
-        self.tier, self.lane, self.spare = DictTier(6), ManualLane(), ManualLane(bound=1)
-        places = [TierSpec(self.tier, self.lane, on_evict=on_evict)]
-        orders = Orders(Segments, keep=1.0)
-        self.store = Store(Pool(4, SLOT), places, orders, spare=self.spare, clock=Clock())
-        self.spare.run()
-
-    def request(self, *numbers):
-        run = [key(number) for number in numbers]
-        with self.store.load(run) as load:
-            self.turn()
-            ready = load.poll().ready
-        with self.store.save(run) as lease:
-            lease.commit()
-        self.turn()
-        return ready
-
-    def hint(self, number, hint):
-        self.store.hint([key(number)], hint)
-        self.turn()
-
-    def turn(self):
-        self.spare.run()
-        self.lane.run()
-
-
 @pytest.mark.parametrize("on_evict", [False, True])
 def test_a_tier_keeps_it_too_whenever_it_is_written(on_evict):
-    cache = Cache(on_evict=on_evict)
+    cache = Cache(4, below=6, keep=1.0, on_evict=on_evict)
     for number in (1, 2, 3):
-        cache.request(number)
-        cache.hint(number, Hint(keep_s=60))
-    cache.request(4)
+        cache.request(keys(number))
+        cache.hint(keys(number), Hint(keep_s=60))
+    cache.request(keys(4))
     for number in range(100, 130):
-        cache.request(number, number + 1000, number + 2000, number + 3000)
+        cache.request(keys(number, number + 1000, number + 2000, number + 3000))
     assert cache.store.lookup([key(1)]).ready == 0, "it had to leave RAM"
     assert key(1) in cache.tier.held
-    assert cache.request(1) == 1
+    assert cache.request(keys(1)) == 1
     assert key(1) in cache.store._directory.order.kept.stays, "in RAM it is kept again"
     cache.store.check(idle=True)
 
 
 def test_what_is_over_is_kept_nowhere():
-    cache = Cache(on_evict=False)
-    cache.request(1)
-    cache.hint(1, Hint(keep_s=60))
-    cache.hint(1, Hint(over=True))
+    cache = Cache(4, below=6, on_evict=False)
+    cache.request(keys(1))
+    cache.hint(keys(1), Hint(keep_s=60))
+    cache.hint(keys(1), Hint(over=True))
     for number in range(100, 106):
-        cache.request(number)
+        cache.request(keys(number))
     assert cache.store.lookup([key(1)]).known == 0
     assert key(1) not in cache.tier.held
 
 
-@pytest.mark.parametrize(("percent", "kept"), [("25", 4), (None, 8)])
-def test_it_is_configured(percent, kept, monkeypatch):
-    if percent is not None:
-        monkeypatch.setenv("KVTIER_KEEP_PERCENT", percent)
-    monkeypatch.setenv("KVTIER_RAM_BYTES", f"{16 * SLOT}B")
-    store = assemble_store(Started(load()), LAYOUT)
-    assert isinstance(store, Store)
+@pytest.mark.parametrize(("given", "kept"), [({"keep_percent": 25}, 4), ({}, 8)])
+def test_it_is_configured(given, kept):
+    store = assembled(ram_bytes=16 * SLOT, **given)
     for number in range(16):
-        with store.save([key(number)]) as lease:
-            lease.commit()
-        store._directory.keep([key(number)], 60.0)
+        save(store, keys(number))
+        store._directory.keep(keys(number), 60.0)
     assert len(store._directory.order.kept) == kept
     assert store.close()
 

@@ -1,13 +1,8 @@
 """Sessions: whose prompt it is, told from a name or from the chunks, and what nobody else has."""
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.sessions import Sessions
-
-LAYOUT = ChunkLayout(fingerprint({"model": "sessions"}), 1, 1, (16,))
-
-
-def keys(*tokens):
-    return LAYOUT.keys(list(tokens))
+from tests.stores import keys
 
 
 def exclusive(sessions, run):

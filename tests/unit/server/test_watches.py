@@ -13,7 +13,8 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.store.observers import changes
 from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
+from kvtier.testing import DictTier
+from tests import stores
 from tests.answering import Session
 from tests.child_process import DEADLINE_S
 from tests.loop_server import served, until
@@ -28,8 +29,7 @@ class Bench:
     """A Store of eight slots over one tier, and sessions that watch it."""
 
     def __init__(self):
-        self.lane = ManualLane()
-        self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
+        self.store, (self.lane,) = stores.over(DictTier(8, name="nvme"), slots=8)
 
     def session(self, owner=1):
         session = Session(self.store, owner)
@@ -41,7 +41,6 @@ def hear(session):
     heard: list[Change] = []
     while True:
         answer = session.answer(wire.Hear())
-        assert isinstance(answer, wire.Changed)
         if answer.lost:
             assert not answer.keys
             return None
@@ -53,14 +52,11 @@ def hear(session):
 
 def save(session, keys, *, commit=True):
     slots = session.answer(wire.Save(0, wire.joined(keys)))
-    assert isinstance(slots, wire.Slots)
     session.answer(wire.Commit(slots.lease) if commit else wire.End(slots.lease))
 
 
 def where(session, keys):
-    answer = session.answer(wire.Where(0, wire.joined(keys)))
-    assert isinstance(answer, wire.Placed)
-    return answer.places
+    return session.answer(wire.Where(0, wire.joined(keys))).places
 
 
 @pytest.fixture
@@ -86,8 +82,7 @@ def test_what_left_one_place_after_another_is_withdrawn_from_both(bench):
     save(session, keys)
     bench.lane.run()
     hear(session)
-    with bench.store.save(LAYOUT.keys([2, 3, 4, 5, 6, 7, 8, 9])) as lease:
-        lease.commit()
+    stores.save(bench.store, LAYOUT.keys([2, 3, 4, 5, 6, 7, 8, 9]))
     bench.store.invalidate(keys)
     assert hear(session) == [Change(RAM, keys[0], False), Change(NVME, keys[0], False)]
 
@@ -96,8 +91,7 @@ def test_a_save_that_is_given_up_leaves_what_lies_below_told(bench):
     session, keys = bench.session(), LAYOUT.keys([1])
     save(session, keys)
     bench.lane.run()
-    with bench.store.save(LAYOUT.keys([2, 3, 4, 5, 6, 7, 8, 9])) as lease:
-        lease.commit()
+    stores.save(bench.store, LAYOUT.keys([2, 3, 4, 5, 6, 7, 8, 9]))
     hear(session)
     save(session, keys, commit=False)
     bench.store.invalidate(keys)
@@ -134,8 +128,7 @@ def test_who_names_a_chunk_of_another_engine_hears_of_it_from_then_on(bench):
 
 def test_a_chunk_that_nobody_owns_is_told_too(bench):
     session, keys = bench.session(), LAYOUT.keys([1])
-    with bench.store.save(keys) as lease:
-        lease.commit()
+    stores.save(bench.store, keys)
     assert where(session, keys) == [1 << RAM]
     bench.store.invalidate(keys)
     assert hear(session) == [Change(RAM, keys[0], False)]
@@ -158,7 +151,6 @@ def test_many_changes_come_in_several_answers(bench, monkeypatch):
     session, keys = bench.session(), LAYOUT.keys([1, 2, 3])
     save(session, keys)
     answer = session.answer(wire.Hear())
-    assert isinstance(answer, wire.Changed)
     assert (len(answer.what), answer.more) == (2, True)
     assert hear(session) == [Change(RAM, keys[2], True)]
 

@@ -5,22 +5,15 @@ import logging
 
 import pytest
 
-from kvtier.assemble import assemble
-from kvtier.config.keys import Config
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
-from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.testing.check_tier import content
+from tests.stores import assembled, keys
 
 SLOT = 512 * 1024  # two pieces
-LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
-
-
-def keys(*tokens):
-    return LAYOUT.keys(tokens)
 
 
 class Bench:
@@ -129,6 +122,6 @@ def test_a_chunk_that_left_before_its_turn_and_a_full_lane_cost_nothing():
 
 
 def test_it_is_always_on_at_a_low_rate():
-    store = assemble(Started(Config().with_keys(ram_bytes=SLOT)), LAYOUT)
-    assert isinstance(store, Store) and store.audit.one_in == 1000
+    store = assembled(ram_bytes=SLOT)
+    assert store.audit.one_in == 1000
     store.close()

@@ -3,71 +3,31 @@ forecasts."""
 
 import pytest
 
-from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Served
-from kvtier.core.pool import Pool
-from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
-from kvtier.testing.check_tier import content
-from kvtier.tiers.breaker import Breaker
+from kvtier.testing import DictTier
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.clock import Clock
-
-SLOT = 4096
-LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
-
-
-def keys(*tokens):
-    return LAYOUT.keys(tokens)
+from tests.stores import SLOT, AwayTier, held, keys, over, save
 
 
 class Bench:
-    def __init__(self, tier=None, slots=4):
-        self.lane = ManualLane()
-        self.store = Store(Pool(slots, SLOT), [] if tier is None else [(tier, self.lane)])
+    def __init__(self, *tiers, slots=4):
+        self.store, self.lanes = over(*tiers, slots=slots)
 
     def save(self, run):
-        with self.store.save(run) as lease:
-            for key, view in zip(lease.keys, lease.views(), strict=True):
-                view[:] = content(key, SLOT)
-            lease.commit()
-        self.lane.run()
+        save(self.store, run, *self.lanes)
 
     def missed(self, run, most=None):
         """What loading the run adds to the counts."""
         before = self.store.stats()
         with self.store.load(run, most=most):
-            self.lane.run()
+            for lane in self.lanes:
+                lane.run()
         after = self.store.stats()
         return {
             name.removeprefix("missed_"): after[name] - before.get(name, 0)
             for name in after
             if name.startswith("missed_") and after[name] > before.get(name, 0)
         }
-
-
-class Away(DictTier):
-    """A tier that can be cut off."""
-
-    away = False
-
-    def __init__(self, capacity, *, shared=False):
-        super().__init__(capacity, shared=shared)
-        self.breaker = Breaker(Clock())
-
-    def may_read(self, key):
-        return self.breaker.reserves()
-
-    def read(self, key, into):
-        if self.away:
-            self.breaker.fault()
-            return None
-        self.breaker.ok()
-        return super().read(key, into)
-
-    @property
-    def nodes_away(self):
-        return ("away",) if self.breaker.open else ()
 
 
 def test_cold_evicted_forgotten_and_saving():
@@ -109,7 +69,7 @@ def test_what_the_disk_gives_back_wrong_is_corrupt(tmp_path):
 
 
 def test_a_tier_that_does_not_answer_is_told_from_a_miss():
-    tier = Away(8)
+    tier = AwayTier(8)
     bench = Bench(tier, slots=1)
     bench.save(keys(1))
     bench.save(keys(2))
@@ -123,17 +83,17 @@ def test_a_tier_that_does_not_answer_is_told_from_a_miss():
 
 @pytest.mark.parametrize(("away", "why"), [(True, "tier_down"), (False, "cold")])
 def test_nobody_knows_what_a_shared_tier_has_while_it_is_away(away, why):
-    tier = Away(8, shared=True)
+    tier = AwayTier(8, shared=True)
     bench = Bench(tier)
     for _ in range(3 * away):
-        tier.breaker.fault()
+        tier.breakers[False].fault()
     assert bench.missed(keys(1, 2, 3)) == {why: 3}
 
 
 def test_a_run_that_a_shared_tier_has_in_part_is_counted_when_it_has_answered():
     tier = DictTier(8, shared=True)
     bench = Bench(tier)
-    tier.held.update({key: bytes(content(key, SLOT)) for key in keys(1, 2)})
+    tier.held = held(keys(1, 2))
     assert bench.missed(keys(1, 2, 3, 4)) == {"cold": 2}
 
 

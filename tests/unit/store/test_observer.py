@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import store as room
-from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lookup import Asker, Ended, Served
 from kvtier.core.pool import Pool
 from kvtier.eviction.hints import Hint
@@ -32,17 +31,9 @@ from kvtier.store.observers.timings import ComputeCounts, Timings
 from kvtier.store.reports.miss_reasons import Past
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
+from tests.stores import SLOT, keys, save
 
-SLOT = 4096
-LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
-KEYS = [LAYOUT.keys([number])[0] for number in range(100)]
-
-
-def save(store, run, *lanes):
-    with store.save(run) as lease:
-        lease.commit()
-    for lane in lanes:
-        lane.run()
+KEYS = [keys(number)[0] for number in range(100)]
 
 
 def test_a_watch_that_has_ended_is_told_nothing_and_costs_nothing():

@@ -5,22 +5,20 @@ import pytest
 from obstore.store import MemoryStore
 
 from kvtier.core.chunk import ChunkLayout
-from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.protocol import wire
 from kvtier.server.registry import SizeClass
 from kvtier.server.stream import ChunkStream
-from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
+from kvtier.testing import DictTier
 from kvtier.tiers.away.library_process import LibraryError
 from kvtier.tiers.away.object_layout import ObjectForm, room
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.answering import Session
 from tests.memory_bucket import MemoryBucket
+from tests.stores import SLOT, over, save
 
-SLOT = 4096
 FORM = ObjectForm("cache/a", b"size 4096")
 ACME, EVIL = (owner_of(bytes(32), name) for name in ("acme", "evil"))
 THEIRS, EVILS = (
@@ -32,15 +30,10 @@ class Host:
     """A server's Store over a bucket that outlives it."""
 
     def __init__(self, tier):
-        self.lane = ManualLane(urgent_bound=999, bound=999)
-        self.store = Store(Pool(16, SLOT), [(tier, self.lane)])
+        self.store, (self.lane,) = over(tier, slots=16, bound=999)
 
     def save(self, keys, owner):
-        with self.store.save(keys, owner) as lease:
-            for view in lease.views():
-                view[:] = bytes(SLOT)
-            lease.commit()
-        self.lane.run()
+        save(self.store, keys, self.lane, owner=owner)
 
     def held(self, keys):
         """How many of these can be loaded."""

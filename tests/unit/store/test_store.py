@@ -4,61 +4,38 @@ from contextlib import suppress
 
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.core.lookup import Progress
-from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.core.tenant import UNOWNED
-from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
-from kvtier.tiers.breaker import Breaker
+from kvtier.testing import DictTier
 from tests.clock import Clock
-
-SLOT = 4096
-LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
-
-
-def keys(*tokens):
-    return LAYOUT.keys(list(tokens))
-
-
-def fill(store, run):
-    """Save a run. Returns how many chunks were new."""
-    with store.save(run) as lease:
-        for key, view in zip(lease.keys, lease.views(), strict=True):
-            view[:40] = key
-        lease.commit()
-        return len(lease.slots)
-
-
-def over(*tiers, slots=4, bound=64):
-    lanes = [ManualLane(urgent_bound=bound, bound=bound) for _ in tiers]
-    return Store(Pool(slots, SLOT), list(zip(tiers, lanes, strict=True))), lanes
+from tests.stores import AwayTier, held, keys, over, save, shown, spilled
 
 
 def test_a_run_is_matched_up_to_its_first_gap():
     store, _ = over()
-    fill(store, keys(1, 2))
+    save(store, keys(1, 2))
     assert store.lookup(keys(1, 2, 3)).progress == Progress(2, 0)
     assert store.lookup(keys(9, 2)).progress == Progress(0, 0)
 
 
 def test_of_a_run_longer_than_ram_the_beginning_is_served_though_the_end_is_there():
     run = keys(1, 2, 3, 4, 5)
-    store, (lane,) = over(DictTier(64, held={key: key.ljust(SLOT, b"\0") for key in run}), slots=3)
-    fill(store, run[2:])
+    store, (lane,) = over(DictTier(64, held=held(run)), slots=3)
+    save(store, run[2:])
     with store.load(run) as lease:
         lane.run()
         assert lease.poll() == Progress(3, 0)
-        assert [bytes(view[:40]) for view in lease.views()] == run[:3]
+        assert shown(lease) == run[:3]
     store.check(idle=True)
 
 
 def test_saving_again_reserves_nothing():
     store, _ = over()
-    assert fill(store, keys(1, 2)) == 2
-    assert fill(store, keys(1, 2, 3)) == 1
+    assert save(store, keys(1, 2)) == 2
+    assert save(store, keys(1, 2, 3)) == 1
 
 
 def test_an_uncommitted_save_is_never_served():
@@ -74,15 +51,15 @@ def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it():
     told = []
     for at_once in (True, False):
         store, (lane,) = over(DictTier(64))
-        fill(store, keys(1, 2, 3))
-        fill(store, keys(7))
+        save(store, keys(1, 2, 3))
+        save(store, keys(7))
         lane.run()
         run = keys(1, 2, 3)
         lease = store.load_ready(run, 1) if at_once else store.load(run, 1)
         assert lease is not None
         assert lease.ready == (2 if at_once else 0)
         assert lease.poll() == Progress(2, 0)
-        assert [bytes(view[:40]) for view in lease.views()] == run[1:] == lease.keys
+        assert shown(lease) == run[1:] == lease.keys
         lease.close()
         store.check(idle=True)
         told.append((lease.sources, list(store._directory.order), store.stats()))
@@ -92,8 +69,8 @@ def test_what_is_in_ram_is_claimed_at_once_as_a_load_would_claim_it():
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_run_of_which_a_chunk_is_not_in_ram_is_not_claimed_at_once(lost):
     run = keys(1, 2, 3)
-    store, (lane,) = over(DictTier(64, held={key: key.ljust(SLOT, b"\0") for key in run}))
-    fill(store, [*run[:lost], *run[lost + 1 :]])
+    store, (lane,) = over(DictTier(64, held=held(run)))
+    save(store, [*run[:lost], *run[lost + 1 :]])
     order, counts = list(store._directory.order), store.counts.copy()
     assert store.load_ready(run) is None
     assert (list(store._directory.order), store.counts) == (order, counts)
@@ -104,7 +81,7 @@ def test_a_run_of_which_a_chunk_is_not_in_ram_is_not_claimed_at_once(lost):
 def test_a_run_that_would_hold_the_lock_for_long_is_not_claimed_at_once():
     run = keys(*range(2049))
     store, _ = over(slots=len(run))
-    fill(store, run)
+    save(store, run)
     assert store.load_ready(run) is None
     with store.load_ready(run[:-1]) or pytest.fail("all of it is in RAM") as lease:
         assert lease.poll() == Progress(2048, 0)
@@ -114,8 +91,8 @@ def test_of_a_run_of_which_nothing_is_known_one_call_tells_and_notes_as_much_as_
     told = []
     for at_once in (True, False):
         store, (lane,) = over(DictTier(64))
-        fill(store, keys(1, 2))
-        fill(store, keys(7))
+        save(store, keys(1, 2))
+        save(store, keys(7))
         lane.run()
         run = keys(1, 2, 3, 4)
         if at_once:
@@ -134,12 +111,12 @@ def test_of_a_run_of_which_nothing_is_known_one_call_tells_and_notes_as_much_as_
 def test_a_run_that_may_be_known_is_looked_up(known):
     tier = DictTier(64, shared=known == "a shared tier")
     store, (lane,) = over(tier)
-    fill(store, keys(7) if known != "RAM" else keys(1))
+    save(store, keys(7) if known != "RAM" else keys(1))
     if known == "a tier":
-        fill(store, keys(1))
+        save(store, keys(1))
         lane.run()
         for other in range(20, 24):
-            fill(store, keys(other))
+            save(store, keys(other))
     run = keys(*range(1, 600 if known == "too long" else 3))
     order, counts = list(store._directory.order), store.counts.copy()
     assert (store.load_unknown(run) is None) == bool(known)
@@ -159,7 +136,7 @@ def test_a_lease_ends_once():
 
 def test_a_prompt_longer_than_the_pool_keeps_its_beginning():
     store, _ = over(slots=2)
-    assert fill(store, keys(1, 2, 3)) == 2
+    assert save(store, keys(1, 2, 3)) == 2
     assert store.lookup(keys(1, 2, 3)).progress == Progress(2, 0)
     assert store.stats()["save_refused"] == 1
 
@@ -167,15 +144,15 @@ def test_a_prompt_longer_than_the_pool_keeps_its_beginning():
 def test_spilled_chunks_outlive_eviction_and_come_back_whole():
     store, (lane,) = over(DictTier(8), slots=2)
     first, second = keys(1, 2), keys(3, 4)
-    fill(store, first)
+    save(store, first)
     lane.run()
-    fill(store, second)
+    save(store, second)
     assert store.lookup(first).progress == Progress(0, 2)
     with store.load(first) as lease:
         assert lease.poll() == Progress(0, 2)
         lane.run()
         assert lease.poll() == Progress(2, 0)
-        assert [bytes(view[:40]) for view in lease.views()] == first
+        assert shown(lease) == first
         assert lease.sources == ["dict", "dict"]
     assert store.load(first).sources == []
     again = store.load(first)
@@ -187,9 +164,9 @@ def test_a_failed_promotion_makes_the_match_shorter():
     tier = DictTier(8)
     store, (lane,) = over(tier, slots=3)
     run = keys(1, 2, 3)
-    fill(store, run)
+    save(store, run)
     lane.run()
-    fill(store, keys(7, 8, 9))
+    save(store, keys(7, 8, 9))
     del tier.held[run[1]]
     with store.load(run) as lease:
         assert lease.poll() == Progress(0, 3)
@@ -201,10 +178,10 @@ def test_a_failed_promotion_makes_the_match_shorter():
 def test_the_next_tier_is_asked_when_one_fails():
     fast, slow = DictTier(8, name="fast"), DictTier(8, name="slow")
     store, lanes = over(fast, slow, slots=1)
-    fill(store, keys(1))
+    save(store, keys(1))
     for lane in lanes:
         lane.run()
-    fill(store, keys(2))
+    save(store, keys(2))
     fast.held.clear()
     with store.load(keys(1)) as lease:
         for lane in lanes:
@@ -212,52 +189,10 @@ def test_the_next_tier_is_asked_when_one_fails():
         assert lease.poll() == Progress(1, 0)
 
 
-class AwayTier(DictTier):
-    """Cannot be asked while ``away``, nor ever for what is ``lost`` with another machine of its.
-    Counts how often it was asked. Each machine has a breaker."""
-
-    away = False
-    calls = 0
-    reads = 0
-    """Calls that its breakers let through."""
-    lost: frozenset[ChunkKey] = frozenset()
-
-    def __init__(self, capacity, clock, name="dict"):
-        super().__init__(capacity, name=name)
-        self.breakers = {lost: Breaker(clock) for lost in (True, False)}
-
-    def may_read(self, key):
-        return self.breakers[key in self.lost].reserves()
-
-    def read(self, key, into):
-        self.calls += 1
-        assert self.calls < 100, "it is asked for ever"
-        breaker = self.breakers[key in self.lost]
-        if not breaker.allows():
-            return None
-        self.reads += 1
-        if self.away or key in self.lost:
-            breaker.fault()
-            return None
-        breaker.ok()
-        return super().read(key, into)
-
-
-def spilled(tier, run, *more):
-    """A store whose tiers, and not RAM, hold ``run``. The first is away."""
-    lanes = [ManualLane() for _ in (tier, *more)]
-    store = Store(Pool(len(run), SLOT), list(zip((tier, *more), lanes, strict=True)))
-    fill(store, run)
-    for lane in lanes:
-        lane.run()
-    fill(store, keys(*range(900, 900 + len(run))))
-    tier.away = True
-    return store, lanes
-
-
 def test_what_cannot_be_read_now_is_a_miss_now_and_there_later():
-    run, tier = keys(1, 2), AwayTier(8, Clock())
-    store, (lane,) = spilled(tier, run)
+    run, tier = keys(1, 2), AwayTier(8)
+    store, (lane,) = spilled(run, tier)
+    tier.away = True
     with store.load(run) as lease:
         lane.run()
         assert lease.poll() == Progress(0, 0)
@@ -266,21 +201,22 @@ def test_what_cannot_be_read_now_is_a_miss_now_and_there_later():
     tier.away = False
     with store.load(run) as lease:
         lane.run()
-        assert [bytes(view[:40]) for view in lease.views()] == [] and lease.poll() == Progress(2, 0)
-        assert [bytes(view[:40]) for view in lease.views()] == run
+        assert shown(lease) == [] and lease.poll() == Progress(2, 0)
+        assert shown(lease) == run
     store.check(idle=True)
 
 
 def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read():
     run, clock = keys(1, 2, 3, 4), Clock()
     tier = AwayTier(8, clock)
-    store, (lane,) = spilled(tier, run)
+    store, (lane,) = spilled(run, tier)
+    tier.away = True
     for _ in range(3):
         with store.load(run):
             lane.run()
     assert tier.reads == 3, "after three faults it is left alone"
     there = keys(*range(70, 74))
-    fill(store, there)
+    save(store, there)
     for _ in range(3):
         with store.load(run) as lease:
             assert lease.poll() == Progress(0, 0)
@@ -295,14 +231,9 @@ def test_a_tier_that_stays_away_costs_no_slots_and_is_tried_again_by_one_read():
 
 
 def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not():
-    tier = AwayTier(16, Clock())
+    tier = AwayTier(16)
     singles = [keys(number) for number in (1, 2, 3, 4, 5, 6)]
-    lane = ManualLane()
-    store = Store(Pool(6, SLOT), [(tier, lane)])
-    for single in singles:
-        fill(store, single)
-    lane.run()
-    fill(store, keys(*range(900, 906)))
+    store, (lane,) = spilled([key for (key,) in singles], tier)
     tier.lost = frozenset(single[0] for single in singles[:5])
     for single in singles[:5]:
         with store.load(single) as lease:
@@ -315,10 +246,10 @@ def test_a_machine_that_is_away_is_left_alone_and_the_tier_s_others_are_not():
 
 
 def test_a_chunk_that_no_tier_can_read_now_is_tried_once_in_each():
-    fast, slow = AwayTier(8, Clock(), "fast"), AwayTier(8, Clock(), "slow")
+    fast, slow = AwayTier(8, name="fast"), AwayTier(8, name="slow")
     run = keys(1)
-    store, lanes = spilled(fast, run, slow)
-    slow.away = True
+    store, lanes = spilled(run, fast, slow)
+    fast.away = slow.away = True
     with store.load(run) as lease:
         for lane in lanes:
             lane.run()
@@ -363,13 +294,13 @@ def test_a_tier_that_raises_costs_a_miss_and_leaves_nothing_in_progress():
     tier = Bug(8)
     store, (lane,) = over(tier, slots=1)
     tier.raises = "write"
-    fill(store, keys(1))
+    save(store, keys(1))
     run_all(lane)
     store.check(idle=True)
     tier.raises = ""
-    fill(store, keys(2))
+    save(store, keys(2))
     lane.run()
-    fill(store, keys(3))
+    save(store, keys(3))
     lane.run()
     tier.raises = "read"
     with store.load(keys(2)) as lease:
@@ -383,9 +314,9 @@ def test_a_full_lane_costs_a_shorter_match_not_a_wait():
     store, (lane,) = over(DictTier(8), slots=3, bound=1)
     run = keys(1, 2, 3)
     for end in (1, 2, 3):
-        fill(store, run[:end])
+        save(store, run[:end])
         lane.run()
-    fill(store, keys(7, 8, 9))
+    save(store, keys(7, 8, 9))
     with store.load(run) as lease:
         assert lease.poll() == Progress(0, 1)
     lane.run()
@@ -394,27 +325,26 @@ def test_a_full_lane_costs_a_shorter_match_not_a_wait():
 
 def test_chunks_that_only_a_shared_tier_knows_are_found_by_load():
     run = keys(1, 2)
-    held = {key: bytes(key).ljust(SLOT, b"\0") for key in run}
     store, (lane,) = over(DictTier(8, shared=True), slots=4)
-    store.tiers[0].held.update(held)  # another server wrote them
+    store.tiers[0].held.update(held(run))  # another server wrote them
     assert store.lookup(run).progress == Progress(0, 0)
     with store.load(run) as lease:
         assert lease.poll().coming == 1, "not known yet"
         lane.run()
         assert lease.poll() == Progress(2, 0)
-        assert [bytes(view[:40]) for view in lease.views()] == run
+        assert shown(lease) == run
 
 
 def test_what_a_tier_kept_is_known_at_start():
     run = keys(1, 2)
-    tier = DictTier(8, held={key: bytes(key).ljust(SLOT, b"\0") for key in run})
+    tier = DictTier(8, held=held(run))
     store, _ = over(tier)
     assert store.lookup(run).progress == Progress(0, 2)
 
 
 def test_a_shrunken_tier_gives_up_its_coldest():
     run = keys(1, 2, 3)
-    tier = DictTier(2, held={key: bytes(SLOT) for key in reversed(run)})
+    tier = DictTier(2, held=held(run[::-1]))
     store, (lane,) = over(tier)
     lane.run()
     assert set(tier.held) == set(run[:2])
@@ -424,7 +354,7 @@ def test_a_shrunken_tier_gives_up_its_coldest():
 def test_forgotten_chunks_leave_every_place():
     tier = DictTier(8)
     store, (lane,) = over(tier)
-    fill(store, keys(1, 2))
+    save(store, keys(1, 2))
     lane.run()
     store.invalidate(keys(1, 2)[1:])
     lane.run()
@@ -439,8 +369,8 @@ def test_forgotten_chunks_leave_every_place():
 def test_a_chunk_evicted_before_its_write_is_counted_and_not_written():
     tier = DictTier(8)
     store, (lane,) = over(tier, slots=1)
-    fill(store, keys(1))
-    fill(store, keys(2))
+    save(store, keys(1))
+    save(store, keys(2))
     lane.run()
     assert set(tier.held) == set(keys(2))
     assert store.stats()["dict_spill_late"] == 1
@@ -448,7 +378,7 @@ def test_a_chunk_evicted_before_its_write_is_counted_and_not_written():
 
 def test_a_store_whose_tier_has_a_write_to_come_is_not_at_rest():
     store, (lane,) = over(DictTier(8))
-    fill(store, keys(1))
+    save(store, keys(1))
     store.check()
     with pytest.raises(StateError, match="not at rest: work for dict waits"):
         store.check(idle=True)
@@ -469,16 +399,16 @@ def test_close_runs_queued_writes_and_tells_tiers_their_order():
     tier = Closing(8)
     store, _ = over(tier)
     run = keys(1, 2)
-    fill(store, run)
+    save(store, run)
     assert store.close() and store.close()
     assert tier.order == run[::-1], "the leaf is the coldest"
 
 
 def test_wait_returns_at_once_when_something_has_arrived():
     store, (lane,) = over(DictTier(8), slots=1)
-    fill(store, keys(1))
+    save(store, keys(1))
     lane.run()
-    fill(store, keys(2))
+    save(store, keys(2))
     with store.load(keys(1)):
         lane.run()
         store.wait(timeout_s=600)

@@ -3,42 +3,9 @@ trial reads."""
 
 import pytest
 
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import LookupResult, Progress
-from kvtier.core.pool import Pool
-from kvtier.core.tenant import UNOWNED
-from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
-
-SLOT = 4096
-LAYOUT = ChunkLayout(fingerprint({"model": "test"}), 1, 1, (SLOT,))
-
-
-def keys(*tokens):
-    return LAYOUT.keys(list(tokens))
-
-
-class SlowTier(DictTier):
-    """Every call takes ``seconds`` of the test's clock."""
-
-    def __init__(self, clock, seconds, *, name="slow", shared=False):
-        super().__init__(64, name=name, shared=shared)
-        self.clock, self.seconds = clock, seconds
-        self.reads: list[ChunkKey] = []
-
-    def read(self, key, into):
-        self.reads.append(key)
-        self.clock.now += self.seconds
-        return super().read(key, into)
-
-    def write(self, key, data, owner=UNOWNED):
-        self.clock.now += self.seconds
-        return super().write(key, data, owner)
-
-    def find(self, keys):
-        self.clock.now += self.seconds
-        return super().find(keys)
+from tests.stores import SlowTier, held, keys, over, save, spilled
 
 
 @pytest.fixture
@@ -46,29 +13,9 @@ def clock():
     return Clock()
 
 
-def over(clock, *tiers, slots=4):
-    lanes = [ManualLane() for _ in tiers]
-    return Store(Pool(slots, SLOT), list(zip(tiers, lanes, strict=True)), clock=clock), lanes
-
-
-def fill(store, run):
-    with store.save(run) as lease:
-        lease.commit()
-
-
-def spilled(clock, tier, run):
-    """A store whose tier, and not RAM, holds ``run``."""
-    store, (lane,) = over(clock, tier, slots=len(run))
-    fill(store, run)
-    lane.run()
-    fill(store, keys(*range(900, 900 + len(run))))
-    lane.queues[False].clear()
-    return store, lane
-
-
 def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock):
-    store, _ = over(clock)
-    fill(store, keys(1, 2))
+    store, _ = over(clock=clock)
+    save(store, keys(1, 2))
     assert store.lookup(keys(1, 2, 3)) == LookupResult([(2, 0.0)], why="cold")
     assert store.lookup(keys(7)) == LookupResult([(0, 0.0)], why="cold")
     assert store.lookup([]) == LookupResult([(0, 0.0)])
@@ -77,7 +24,7 @@ def test_a_forecast_agrees_with_match_and_the_first_step_is_what_is_there(clock)
 def test_of_each_chunk_by_itself_it_is_known_what_a_lookup_would_find(clock):
     run = keys(1, 2, 3, 4)
     tier = SlowTier(clock, 0.5)
-    store, lane = spilled(clock, tier, run)
+    store, (lane,) = spilled(run, tier, clock=clock)
     every = [*run, *keys(900, 77)]
 
     def found():
@@ -89,13 +36,13 @@ def test_of_each_chunk_by_itself_it_is_known_what_a_lookup_would_find(clock):
         lane.run()
     with store.save(keys(77)):
         assert store.known(keys(77)) == [False], "not filled yet"
-    shared, _ = over(clock, SlowTier(clock, 0.5, shared=True))
+    shared, _ = over(SlowTier(clock, 0.5, shared=True), clock=clock)
     assert shared.known(run) == [False] * 4, "only asking would tell"
 
 
 def test_reads_are_timed_and_what_is_queued_before_is_counted(clock):
     run = keys(1, 2, 3, 4)
-    store, lane = spilled(clock, SlowTier(clock, 0.5), run)
+    store, (lane,) = spilled(run, SlowTier(clock, 0.5), clock=clock)
     assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))]
     with store.load(run, most=3):
         assert store.lookup(run).steps == [(0, 0.0), (4, pytest.approx(2.0))], (
@@ -110,23 +57,22 @@ def test_reads_are_timed_and_what_is_queued_before_is_counted(clock):
 def test_each_tier_is_a_step_of_its_own(clock):
     fast, slow = SlowTier(clock, 0.1, name="fast"), SlowTier(clock, 2.0, name="slow")
     run = keys(1, 2, 3)
-    for tier, held in ((fast, run[:2]), (slow, run)):
-        tier.held.update({key: bytes(SLOT) for key in held})
-    store, lanes = over(clock, fast, slow)
+    fast.held, slow.held = held(run[:2]), held(run)
+    store, lanes = over(fast, slow, clock=clock)
     assert store.lookup(run).steps == [(0, 0.0), (2, None), (3, None)], (
         "nothing was read or written yet"
     )
     with store.load(run):
         for lane in lanes:
             lane.run()
-    fill(store, keys(7, 8, 9, 10))
+    save(store, keys(7, 8, 9, 10))
     assert store.lookup(run).steps == [(0, 0.0), (2, pytest.approx(0.2)), (3, pytest.approx(2.0))]
 
 
 def test_a_claim_of_a_part_moves_nothing_of_the_rest(clock):
     run = keys(1, 2, 3, 4)
     tier = SlowTier(clock, 0.5)
-    store, lane = spilled(clock, tier, run)
+    store, (lane,) = spilled(run, tier, clock=clock)
     with store.load(run, most=2) as lease:
         lane.run()
         assert lease.poll() == Progress(2, 0)
@@ -139,7 +85,7 @@ def test_a_claim_of_a_part_moves_nothing_of_the_rest(clock):
 
 def test_a_declined_hit_leaves_no_pin_and_no_slot(clock):
     run = keys(1, 2, 3)
-    store, lane = spilled(clock, SlowTier(clock, 9.0), run)
+    store, (lane,) = spilled(run, SlowTier(clock, 9.0), clock=clock)
     for _ in range(3):
         store.lookup(run)
         store.load(run, most=0)
@@ -152,7 +98,7 @@ def test_a_declined_hit_leaves_no_pin_and_no_slot(clock):
 def test_reads_that_nobody_waits_for_any_more_are_not_made(clock):
     run = keys(1, 2, 3)
     tier = SlowTier(clock, 5.0)
-    store, lane = spilled(clock, tier, run)
+    store, (lane,) = spilled(run, tier, clock=clock)
     lease = store.load(run)
     lane.turn()
     again = store.load(run[:1])
@@ -168,7 +114,7 @@ def test_reads_that_nobody_waits_for_any_more_are_not_made(clock):
 def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_fast_again(clock):
     run = keys(1, 2, 3, 4)
     tier = SlowTier(clock, 8.0)
-    store, lane = spilled(clock, tier, run)
+    store, (lane,) = spilled(run, tier, clock=clock)
     for _ in range(50):
         store.decline(run, "slower")
         lane.run()
@@ -186,8 +132,8 @@ def test_a_tier_that_is_declined_is_tried_now_and_then_and_believed_when_it_is_f
 def test_a_shared_tier_that_is_not_asked_is_tried_too(clock):
     run = keys(1, 2)
     tier = SlowTier(clock, 0.25, shared=True)
-    store, (lane,) = over(clock, tier)
-    tier.held.update({key: bytes(SLOT) for key in run})  # another server wrote them
+    store, (lane,) = over(tier, clock=clock)
+    tier.held.update(held(run))  # another server wrote them
     asking = store.lookup(run).asking
     assert asking is not None and asking.answer_s is None and asking.odds == 1.0
     store.decline(run, "unasked")
@@ -203,7 +149,7 @@ def test_a_shared_tier_that_is_not_asked_is_tried_too(clock):
 def test_a_trial_with_no_room_on_the_lane_is_made_later(clock):
     run = keys(1, 2)
     tier = SlowTier(clock, 0.5)
-    store, lane = spilled(clock, tier, run)
+    store, (lane,) = spilled(run, tier, clock=clock)
     lane.closed = True
     store.decline(run, "slower")
     lane.closed = False

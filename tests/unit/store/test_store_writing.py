@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kvtier.admin import prometheus, status
 from kvtier.assemble import assemble
-from kvtier.config.keys import Config
 from kvtier.config.load import load
-from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
+from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
@@ -28,21 +27,9 @@ from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
+from tests.stores import LAYOUT, SLOT, assembled, keys, over, save
 
-SLOT = 4096
-LAYOUT = ChunkLayout(fingerprint({"model": "writing"}), 1, 1, (SLOT,))
 DAY = 86_400
-
-
-def keys(*tokens):
-    return LAYOUT.keys(list(tokens))
-
-
-def save(store, run, owner=0):
-    with store.save(run, owner) as lease:
-        for key, view in zip(lease.keys, lease.views(), strict=True):
-            view[:40] = key
-        lease.commit()
 
 
 def late(tier, slots, **more):
@@ -60,11 +47,10 @@ def budgeted(tier, budget, clock):
 
 
 def test_of_a_run_longer_than_ram_what_is_written_leaves_for_what_is_not():
-    tier, lane, run = DictTier(64), ManualLane(), keys(*range(12))
-    store = Store(Pool(4, SLOT), [(tier, lane)])
+    tier, run = DictTier(64), keys(*range(12))
+    store, (lane,) = over(tier)
     for end in (4, 6, 8, 10, 12):
-        save(store, run[:end])
-        lane.run()
+        save(store, run[:end], lane)
     assert tier.held.keys() == set(run)
     with store.save(run) as again:
         assert not again.keys, "what lies below is not brought back for it"
@@ -72,8 +58,8 @@ def test_of_a_run_longer_than_ram_what_is_written_leaves_for_what_is_not():
 
 
 def test_of_a_run_longer_than_ram_nothing_leaves_that_is_not_written():
-    lane, run = ManualLane(), keys(*range(12))
-    store = Store(Pool(4, SLOT), [(DictTier(64), lane)])
+    run = keys(*range(12))
+    store, _ = over(DictTier(64))
     save(store, run[:4])
     with store.save(run) as rest:
         assert not rest.keys
@@ -86,8 +72,7 @@ def test_of_a_run_longer_than_ram_nothing_leaves_that_is_not_written():
 def test_what_ram_has_room_for_is_not_written():
     tier = DictTier(8)
     store, lane = late(tier, slots=4)
-    save(store, keys(1, 2))
-    lane.run()
+    save(store, keys(1, 2), lane)
     assert not tier.held, "half of RAM is free"
 
 
@@ -104,19 +89,16 @@ def test_what_leaves_next_is_written_before_it_leaves_and_comes_back():
     store, lane = late(tier, slots=4)
     first, second = keys(1, 2), keys(3, 4)
     for run in (first, second):
-        save(store, run)
-        lane.run()
+        save(store, run, lane)
     assert set(tier.held) == set(first), "the colder half"
-    save(store, keys(5, 6))
-    lane.run()
+    save(store, keys(5, 6), lane)
     assert store.lookup(first).progress == Progress(0, 2)
     with store.load(first) as lease:
         lane.run()
         found = [lease.poll(), [bytes(view[:40]) for view in lease.views()]]
         assert found == [Progress(2, 0), first]
     tier.writes = 0
-    save(store, keys(7, 8))
-    lane.run()
+    save(store, keys(7, 8), lane)
     assert tier.writes == 0, "what leaves next came from below"
     assert (store.stats()["dict_stored"], store.stats()["dict_spill_late"]) == (6, 0)
     store.check(idle=True)
@@ -165,8 +147,7 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first():
     tier = DictTier(8)
     store, lane = late(tier, slots=8, share=0.5)
     for token in (1, 2, 3, 4):
-        save(store, keys(token), owner=1)
-        lane.run()
+        save(store, keys(token), lane, owner=1)
     assert set(tier.held) == {*keys(1), *keys(2)}, "half of its quota, though half of RAM is free"
     save(store, keys(5), owner=1)
     assert store.lookup(keys(1)).progress == Progress(0, 1)
@@ -174,13 +155,10 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first():
 
 
 def test_a_restart_of_real_files_is_warm(tmp_path):
-    config = Config().with_keys(
-        ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=1 << 40
-    )
+    place = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20, "nvme_write_limit": 1 << 40}
     run = keys(1, 2, 3)
     for match in (Progress(0, 0), Progress(0, 3)):
-        store = assemble(Started(config), LAYOUT)
-        assert isinstance(store, Store)
+        store = assembled(ram_bytes=8 * SLOT, **place)
         assert store.lookup(run).progress == match
         save(store, run)
         assert store.close()
@@ -242,13 +220,11 @@ def test_one_budget_of_two_stores_lets_both_together_write_so_much():
     tiers = [DictTier(8), DictTier(8)]
     stores = [budgeted(tier, budget, clock) for tier in tiers]
     for number, (store, lane) in enumerate(stores):
-        save(store, keys(*range(number * 10, number * 10 + 4)))
-        lane.run()
+        save(store, keys(*range(number * 10, number * 10 + 4)), lane)
     assert sum(len(tier.held) for tier in tiers) == 1, "a burst of one chunk"
     clock.now += DAY / 4
     for number, (store, lane) in enumerate(stores):
-        save(store, keys(100 + number))
-        lane.run()
+        save(store, keys(100 + number), lane)
     assert sum(len(tier.held) for tier in tiers) == 2
     budget.fit(3 * SLOT)
     assert budget.allows(2 * SLOT, clock.now) and not budget.allows(3 * SLOT, clock.now)
@@ -258,17 +234,14 @@ def test_over_its_budget_a_tier_refuses_and_gives_up_nothing_for_it():
     clock, tier = Clock(), DictTier(2)
     store, lane = budgeted(tier, WriteBudget(2 * SLOT, least=2 * SLOT), clock)
     run = keys(1, 2, 3, 4)
-    save(store, run)
-    lane.run()
+    save(store, run, lane)
     assert len(tier.held) == 2
     held, stats = set(tier.held), store.stats()
     assert (stats["dict_stored"], stats["dict_write_over_budget"]) == (2, 2)
-    save(store, keys(9))
-    lane.run()
+    save(store, keys(9), lane)
     assert set(tier.held) == held, "what is there is not evicted for what is not written"
     clock.now += DAY / 2
-    save(store, keys(8))
-    lane.run()
+    save(store, keys(8), lane)
     assert set(keys(8)) < set(tier.held)
     store.check(idle=True)
 
@@ -277,15 +250,13 @@ def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused():
     clock, tier = Clock(), DictTier(4)
     store, lane = budgeted(tier, WriteBudget(SLOT, least=SLOT), clock)
     for token in (1, *range(10, 17)):
-        save(store, keys(token))
-    lane.run()
+        save(store, keys(token), lane)
     assert store.stats()["dict_stored"] == 1
     save(store, keys(20))
     lane.queues[False].clear()
     refused = store.stats()["dict_write_over_budget"]
     assert store.lookup(keys(1)).progress == Progress(0, 1), "RAM has given it up"
-    save(store, keys(1))
-    lane.run()
+    save(store, keys(1), lane)
     assert store.stats()["dict_write_over_budget"] == refused
 
 
@@ -314,8 +285,7 @@ def test_chunks_that_leave_nvme_unread_are_counted(tmp_path):
 def test_a_server_tells_what_wears_its_disk(tmp_path):
     lane, tier = ManualLane(), NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
     store = Store(Pool(8, SLOT), [TierSpec(tier, lane, WriteBudget(1, 0))])
-    save(store, keys(1, 2, 3))
-    lane.run()
+    save(store, keys(1, 2, 3), lane)
     tier.delete(keys(1)[0])
     served: Any = SimpleNamespace(
         trouble={},
@@ -336,11 +306,8 @@ def test_a_server_tells_what_wears_its_disk(tmp_path):
 
 @pytest.mark.parametrize(("limit", "written_at_once"), [(None, 3), (1 << 40, 0)])
 def test_with_a_limit_chunks_are_written_when_ram_drops_them(tmp_path, limit, written_at_once):
-    config = Config().with_keys(
-        ram_bytes=8 * SLOT, nvme_path=str(tmp_path), nvme_bytes=1 << 20, nvme_write_limit=limit
-    )
-    store = assemble(Started(config), LAYOUT)
-    assert isinstance(store, Store)
+    place = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20, "nvme_write_limit": limit}
+    store = assembled(ram_bytes=8 * SLOT, **place)
     save(store, keys(1, 2, 3))
     assert store.lanes[0].close(60.0)
     stats = store.stats()

@@ -2,40 +2,18 @@
 
 import pytest
 
-from kvtier.core.chunk import ChunkLayout
-from kvtier.core.pool import Pool
 from kvtier.core.report import BOUNDS
-from kvtier.core.tenant import UNOWNED
 from kvtier.store.observers.timings import Histogram
 from kvtier.store.reports.status import read
-from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
-
-SLOT = 4096
-LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
-
-
-class SlowTier(DictTier):
-    """Every call takes time: the clock goes on by ``seconds``."""
-
-    clock: Clock
-    seconds = 0.5
-
-    def write(self, key, data, owner=UNOWNED):
-        self.clock.now += self.seconds
-        return super().write(key, data, owner)
-
-    def read(self, key, into):
-        self.clock.now += self.seconds
-        return super().read(key, into)
+from tests.stores import SlowTier, keys, over
 
 
 class Bench:
     def __init__(self, slots=4, capacity=8):
-        self.clock, self.lane, self.tier = Clock(), ManualLane(), SlowTier(capacity)
-        self.tier.clock = self.clock
-        self.store = Store(Pool(slots, SLOT), [(self.tier, self.lane)], clock=self.clock)
+        self.clock = Clock()
+        self.tier = SlowTier(self.clock, 0.5, capacity)
+        self.store, (self.lane,) = over(self.tier, slots=slots, clock=self.clock)
 
     def save(self, keys, seconds=0.0):
         with self.store.save(keys) as lease:
@@ -47,10 +25,6 @@ class Bench:
 @pytest.fixture
 def bench():
     return Bench()
-
-
-def keys(*tokens):
-    return LAYOUT.keys(tokens)
 
 
 def only(histogram):

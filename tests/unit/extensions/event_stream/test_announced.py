@@ -8,18 +8,17 @@ import msgspec
 import pytest
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.core.pool import Pool
 from kvtier.core.steps import whole
 from kvtier.extensions.event_stream import announced as announced_module
 from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol import wire
 from kvtier.protocol.kv_events import AllBlocksCleared, BlockStored, Event
 from kvtier.store.observers import changes
-from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
+from kvtier.testing import DictTier
 from tests.answering import Session
+from tests.stores import SLOT, over
 
-SLOT, BLOCK, CHUNK = 4096, 2, 4
+BLOCK, CHUNK = 2, 4
 RAM, NVME = 0, 1
 LAYOUT = ChunkLayout(fingerprint({"model": "announced"}), CHUNK, BLOCK, (SLOT,))
 CLEARED = ("AllBlocksCleared", "", b"")
@@ -50,8 +49,7 @@ class Bench:
     """A Store of eight slots over one tier, and what is published of it."""
 
     def __init__(self):
-        self.lane = ManualLane()
-        self.store = Store(Pool(8, SLOT), [(DictTier(8, name="nvme"), self.lane)])
+        self.store, (self.lane,) = over(DictTier(8, name="nvme"), slots=8)
         self.events: list[Event] = []
         self.announced = Announced(self.events.append)
 
@@ -75,7 +73,6 @@ class Bench:
 
 def save(session, keys):
     slots = session.answer(wire.Save(0, wire.joined(keys)))
-    assert isinstance(slots, wire.Slots)
     session.answer(wire.Commit(slots.lease))
 
 
