@@ -57,6 +57,18 @@ def spilled(run, *tiers, **more):
     return store, lanes
 
 
+def taken(directory, key, keep=(), **how):
+    """The entry of a chunk that finds room."""
+    entry = directory.reserve(key, keep, **how)
+    assert entry is not None
+    return entry
+
+
+def filled(directory, key, **how):
+    directory.filled((entry := taken(directory, key, **how),))
+    return entry
+
+
 def assembled(layout=LAYOUT, **settings):
     """What an engine with this configuration has."""
     return assemble(Started(Config().with_keys(**settings)), layout)

@@ -201,7 +201,8 @@ def _from_flags(
             remarks.append(Remark(logging.WARNING, text))
         else:
             known = _known(key, "flag")
-            if _holds_a_password(known, value):
+            rules = KEYS[known].about.url
+            if rules and isinstance(value, str) and "***" in str(rules.masked(value)):
                 remarks.append(Remark(logging.WARNING, _SEEN_BY_ALL.format(key=known)))
             yield _Given(known, value, "flag")
 
@@ -210,11 +211,6 @@ _SEEN_BY_ALL = (
     "{key} holds a password, and every user of this host can read a command line: give it in a "
     "file (KVTIER_CONFIG_FILE), or in the environment"
 )
-
-
-def _holds_a_password(key: str, value: object) -> bool:
-    rules = KEYS[key].about.url
-    return rules is not None and isinstance(value, str) and "***" in str(rules.masked(value))
 
 
 def _in_sections(

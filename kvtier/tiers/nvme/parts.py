@@ -68,10 +68,6 @@ class NvmeSection(TierSection):
         "most that is written a day; chunks are written when RAM drops them then; none: no limit",
     )
 
-    @property
-    def room(self) -> int:
-        return sum(int(each.bytes_ or 0) for each in self.disks())
-
     def folders(self, replica: int = 0) -> list[Path]:
         places = [Path(place) for place in (self.path or "").split(",") if place]
         return [place / f"replica{replica}" if replica else place for place in places]
@@ -97,7 +93,7 @@ class NvmeSection(TierSection):
         return self.bytes_ is not None
 
     def decided(self) -> dict[str, int]:
-        return {"bytes_": self.room}
+        return {"bytes_": sum(int(each.bytes_ or 0) for each in self.disks())}
 
     def daily_writes(self) -> int | None:
         return self.write_limit
@@ -138,7 +134,7 @@ def disk_findings(own: NvmeSection, disk: Disk) -> Iterator[Finding]:
         )
         return
     room = (disk.free.value or 0) + (disk.own.value or 0)
-    size = own.room
+    size = int(own.bytes_ or 0)
     source = own.sources.get("bytes_", "default")
     held = f"{size_text(size)} ({source}) of {size_text(room)} on {kind}"
     if size > room:

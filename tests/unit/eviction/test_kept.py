@@ -15,7 +15,7 @@ from kvtier.eviction.order import LRU, Owned
 from kvtier.eviction.segments import Segments
 from kvtier.store.directory import Directory
 from kvtier.testing import DictTier
-from tests.stores import SLOT, assembled, keys, over, save
+from tests.stores import SLOT, assembled, filled, keys, over, save
 from tests.unit.eviction.test_hints import Cache
 
 
@@ -26,9 +26,7 @@ def key(number):
 def keep_some(directory, owner, first, count, salt=""):
     """``count`` prompts of one chunk each, all of which their owner wants to keep."""
     for number in range(first, first + count):
-        entry = directory.reserve(key(number), (), None, owner)
-        assert entry is not None
-        directory.filled((entry,))
+        entry = filled(directory, key(number), owner=owner)
         directory.keep([entry.key], 60.0, salt)
         directory.check(idle=True)
 
@@ -50,9 +48,7 @@ def test_of_a_quota_as_large_a_part_is_kept_as_of_the_whole():
     keep_some(directory, 1, 100, 8)
     assert kept_by(directory, 1) == [key(number) for number in (104, 105, 106, 107)]
     for number in range(300, 304):
-        entry = directory.reserve(key(number), (), None, 1)
-        assert entry is not None
-        directory.filled((entry,))
+        filled(directory, key(number), owner=1)
     assert all(directory.get(key(number)) for number in (104, 105, 106, 107)), "others left first"
 
 

@@ -9,7 +9,7 @@ from kvtier.eviction.adaptive import Orders
 from kvtier.eviction.segments import Segments, Setting
 from kvtier.store.directory import Directory
 from kvtier.testing import DictTier
-from tests.stores import keys, over, save
+from tests.stores import filled, keys, over, save
 
 A, B, C, D = (keys(number)[0] for number in range(4))
 
@@ -54,12 +54,12 @@ def test_what_left_for_room_is_remembered_and_what_was_forgotten_is_not():
     policy = Twice(2)
     directory = Directory(2, policy=lambda room: policy)
     for key in (A, B):
-        fill(directory, key)
+        filled(directory, key)
     directory.invalidate(B)
-    fill(directory, B)
-    fill(directory, C)
+    filled(directory, B)
+    filled(directory, C)
     assert A in policy._ghosts and B not in policy._ghosts
-    fill(directory, A)
+    filled(directory, A)
     assert list(policy._again) == [A]
 
 
@@ -78,11 +78,11 @@ def test_a_tier_tells_its_own_policy_the_same():
 def test_a_pinned_chunk_stays_known_is_passed_over_and_becomes_the_hottest_of_its_kind():
     policy = Twice(3)
     directory = Directory(3, policy=lambda room: policy)
-    a, *_ = [fill(directory, key) for key in (A, B, C)]
+    a, *_ = [filled(directory, key) for key in (A, B, C)]
     directory.used([B])
     directory.pin(a)
     assert list(policy) == [A, C, B]
-    fill(directory, D)
+    filled(directory, D)
     assert [directory.get(A), directory.get(C)] == [a, None]
     directory.unpin((a,))
     assert list(policy) == [D, A, B], "it was read, and not used again"
@@ -92,7 +92,7 @@ def test_a_pinned_chunk_stays_known_is_passed_over_and_becomes_the_hottest_of_it
 def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once():
     directory = Directory(64)
     for number in range(64):
-        entry = fill(directory, keys(1000 + number)[0])
+        entry = filled(directory, keys(1000 + number)[0])
         if number < 32:
             directory.pin(entry)
     looks = Counter[str]()
@@ -113,7 +113,7 @@ def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once():
 
     directory.order = Counted()  # type: ignore[assignment]
     for number in range(16):
-        fill(directory, keys(2000 + number)[0])
+        filled(directory, keys(2000 + number)[0])
     assert looks["keys"] == 1 + 32 + 16
     directory.order = real
     directory.check()
@@ -121,7 +121,7 @@ def test_evictions_walk_over_a_chunk_that_is_read_for_long_only_once():
 
 def test_where_all_is_read_nobody_walks():
     directory = Directory(4, share=0.5)
-    entries = [fill(directory, key, owner=1 + (key in (C, D))) for key in (A, B, C, D)]
+    entries = [filled(directory, key, owner=1 + (key in (C, D))) for key in (A, B, C, D)]
     for entry in entries[:2]:
         directory.pin(entry)
     assert directory.reserve(keys(9)[0], (), owner=1) is None, (
@@ -142,10 +142,3 @@ def test_a_policy_learns_of_new_room():
     directory.slots.gave_back(directory.slots.leaving(10))
     directory.resize(3)
     assert made[0].room == 3
-
-
-def fill(directory, key, owner=0):
-    entry = directory.reserve(key, (), owner=owner)
-    assert entry is not None
-    directory.filled((entry,))
-    return entry

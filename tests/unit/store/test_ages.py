@@ -4,6 +4,7 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.store.directory import Directory
 from kvtier.store.observers import ages as ages_module
 from kvtier.store.observers.ages import Ages
+from tests.stores import filled
 
 KEYS = ChunkLayout(bytes(32), 1, 1, (4096,)).keys(range(4000))
 
@@ -63,9 +64,7 @@ def test_a_directory_says_when_its_coldest_chunk_was_used():
 
     for turn, key in enumerate(KEYS[:3], start=1):
         ages.begin(turn)
-        entry = directory.reserve(key, ())
-        assert entry is not None
-        directory.filled((entry,))
+        entry = filled(directory, key)
         directory.used([key])
         directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
@@ -82,9 +81,7 @@ def test_a_directory_says_when_its_coldest_chunk_was_used():
 def test_a_directory_counts_what_finds_no_free_room():
     directory = Directory(2, [1])
     for key in KEYS[:2]:
-        entry = directory.reserve(key, ())
-        assert entry is not None
-        directory.filled((entry,))
+        entry = filled(directory, key)
         assert directory.spill_begun(entry, 0) is not None
         directory.spill_ended(entry, 0, stored=True)
     assert directory.crowded == [0, 1]

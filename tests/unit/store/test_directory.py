@@ -15,6 +15,7 @@ from kvtier.store.entry import FILLING, GONE, Entry
 from kvtier.store.lower.lower_tier import Core
 from kvtier.store.observer import Left, Observer
 from kvtier.store.purge import Purge
+from tests.stores import filled, taken
 
 
 def in_use(directory):
@@ -29,12 +30,7 @@ A, B, C, D = (key(name) for name in "ABCD")
 
 
 def ready(directory, *keys):
-    entries = []
-    for one in keys:
-        entry = directory.reserve(one, ())
-        assert entry is not None
-        directory.filled((entry,))
-        entries.append(entry)
+    entries = [filled(directory, one) for one in keys]
     directory.ordered(keys)
     return entries
 
@@ -51,8 +47,7 @@ def test_a_chunk_is_found_only_when_ready():
 
 def test_a_failed_fill_leaves_nothing():
     directory = Directory(1)
-    entry = directory.reserve(A, ())
-    assert entry is not None
+    entry = taken(directory, A)
     directory.fill_failed(entry)
     assert directory.get(A) is None and directory.usage()["ram_free"] == 1
 
@@ -134,8 +129,7 @@ def test_a_forgotten_chunk_keeps_its_slot_while_it_is_read():
 def test_a_waiter_of_a_failed_fill_frees_the_slot():
     directory = Directory(1, [1])
     directory.tiers[0].found([A])
-    entry = directory.reserve(A, (), origin=0)
-    assert entry is not None
+    entry = taken(directory, A, origin=0)
     directory.pin(entry)
     directory.fill_failed(entry)
     assert entry.state is GONE and directory.usage()["ram_free"] == 0
@@ -217,14 +211,14 @@ SHARED = [key(str(number)) for number in range(8)]
 def test_in_a_part_of_ram_an_owner_with_its_quota_of_the_part_gives_first():
     directory = Directory(8, share=0.5)
     for key, owner in zip(SHARED, (QUIET, GREEDY, GREEDY, GREEDY), strict=False):
-        saved(directory, key, owner)
+        filled(directory, key, owner=owner)
     assert not directory.resize(4, 8)
     directory.check(idle=True)
-    saved(directory, SHARED[4], QUIET)
+    filled(directory, SHARED[4], owner=QUIET)
     assert directory.get(SHARED[0]) is not None and directory.get(SHARED[1]) is None
-    saved(directory, SHARED[5], GREEDY)
+    filled(directory, SHARED[5], owner=GREEDY)
     assert directory.get(SHARED[0]) is not None and directory.get(SHARED[2]) is None
-    saved(directory, SHARED[6], QUIET)
+    filled(directory, SHARED[6], owner=QUIET)
     assert directory.get(SHARED[0]) is None, "who has its quota of the part gives itself"
     assert directory.crowded[0] == 3, "each of them would use more room"
 
@@ -238,7 +232,7 @@ def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first():
         (SHARED[5], GREEDY, SHARED[2]),
         (SHARED[6], QUIET, SHARED[0]),
     ):
-        entry = saved(directory, key, owner)
+        entry = filled(directory, key, owner=owner)
         assert directory.spill_begun(entry, 0) == [victim]
         directory.spill_ended(entry, 0, stored=True)
         directory.tiers[0].deleted([victim])
@@ -249,29 +243,20 @@ def test_in_a_part_of_a_tier_an_owner_with_its_quota_of_the_part_gives_first():
 def test_an_owner_with_its_quota_of_the_whole_asks_for_no_more_room():
     directory = Directory(8, [8], share=0.5)
     for key in SHARED[:5]:
-        entry = saved(directory, key, GREEDY)
+        entry = filled(directory, key, owner=GREEDY)
         victims = directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
         directory.tiers[0].deleted(victims or ())
     directory.tiers[0].limit(4, 8)
-    entry = saved(directory, SHARED[5], GREEDY)
+    entry = filled(directory, SHARED[5], owner=GREEDY)
     assert directory.spill_begun(entry, 0) == [SHARED[1]]
     assert directory.crowded == [0, 0]
-
-
-def saved(directory, key, owner):
-    entry = directory.reserve(key, (), None, owner)
-    assert entry is not None
-    directory.filled((entry,))
-    return entry
 
 
 def test_unwanted_chunks_leave_known_or_not_but_not_while_they_are_written():
     directory = Directory(1, [4])
     directory.tiers[0].found([A])
-    entry = directory.reserve(B, ())
-    assert entry is not None
-    directory.filled((entry,))
+    entry = filled(directory, B)
     assert directory.spill_begun(entry, 0) == []
     assert directory.tiers[0].leave_all([A, B, C]) == [A, C]
     assert directory.tiers[0].leave_all([A, B, C]) == [], "they are being deleted"
@@ -358,9 +343,7 @@ def test_what_is_read_does_not_leave_soon():
 def test_what_leaves_soon_is_named_once_where_it_is_the_owners_coldest_too():
     directory, entries = Directory(4, share=0.5), list[Entry]()
     for key in (A, B):
-        entry = directory.reserve(key, (), None, 1)
-        assert entry is not None
-        directory.filled((entry,))
+        entry = filled(directory, key, owner=1)
         entries.append(entry)
     assert directory.absent([A, C, B, D]) == [C, D]
     ready(directory, C, D)
@@ -421,7 +404,7 @@ def test_what_a_reader_has_becomes_hot_when_something_has_to_leave():
 
 def test_pins_of_a_run_and_slots_of_an_owner_are_counted_in_both_directions():
     directory = Directory(4, share=0.5)
-    entries = [saved(directory, each, 7) for each in (A, B)]
+    entries = [filled(directory, each, owner=7) for each in (A, B)]
     for _ in range(2):
         assert directory.pin_ready([A, B, C]) == entries
         directory.check()
@@ -450,12 +433,12 @@ def test_ready_chunks_are_named_and_a_run_ends_where_one_is_missing():
 
 def test_an_owner_hears_of_its_own_chunks_that_leave_for_the_second_half_of_its_quota():
     directory = Directory(12, share=0.5)
-    entries = [saved(directory, key(name), 1) for name in "ABCDEF"]
+    entries = [filled(directory, key(name), owner=1) for name in "ABCDEF"]
     assert directory.next_out() == []
     assert directory.next_out(1) == entries[:3]
     few = Directory(8, share=0.5)
     for name in "AB":
-        saved(few, key(name), 1)
+        filled(few, key(name), owner=1)
         assert few.next_out(1) == []
 
 
@@ -463,14 +446,14 @@ def test_at_most_512_chunks_are_looked_through_for_what_leaves_soon():
     directory = Directory(2200, share=0.5)
     for owner in (0, 1):
         for number in range(1100):
-            saved(directory, key(f"{owner}/{number}"), owner)
+            filled(directory, key(f"{owner}/{number}"), owner=owner)
     assert len(directory.next_out()) == 512
     assert len(directory.next_out(1)) == 512
 
 
 def test_where_no_owner_has_a_quota_all_hear_of_the_same_chunks():
     directory = Directory(2)
-    entries = [saved(directory, each, 1) for each in (A, B)]
+    entries = [filled(directory, each, owner=1) for each in (A, B)]
     assert directory.next_out(1) == entries[:1]
     directory.check(idle=True)
 
@@ -537,8 +520,7 @@ def test_what_is_over_is_not_named_before_it_is_asked_for_or_stored_again():
 def test_what_is_filled_at_that_moment_is_not_over_and_what_only_a_tier_has_is():
     directory = Directory(2, [2])
     directory.tiers[0].found([C, B])
-    entry = directory.reserve(A, ())
-    assert entry is not None
+    entry = taken(directory, A)
     directory.over([A, B])
     directory.filled((entry,))
     assert directory.next_out(None)[::-1] == [entry]

@@ -5,6 +5,7 @@ import pytest
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
 from kvtier.store.directory import Directory
+from tests.stores import filled
 
 A, B, C, D = (ChunkKey(name.encode().ljust(40, b".")) for name in "ABCD")
 OWNER = 7
@@ -12,9 +13,7 @@ OWNER = 7
 
 def saved(directory, *keys):
     for key in keys:
-        entry = directory.reserve(key, (), None, OWNER)
-        assert entry is not None
-        directory.filled((entry,))
+        filled(directory, key, owner=OWNER)
 
 
 def has_another_slot(directory):

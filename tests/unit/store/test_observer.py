@@ -31,7 +31,7 @@ from kvtier.store.observers.timings import ComputeCounts, Timings
 from kvtier.store.reports.miss_reasons import Past
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from tests.stores import SLOT, keys, save
+from tests.stores import SLOT, filled, keys, save
 
 KEYS = [keys(number)[0] for number in range(100)]
 
@@ -70,9 +70,7 @@ class LoadedOnce(Audit):
         self.lane, directory = ManualLane(bound=BOUND), Directory(1, [1])
         core = Core(nullcontext(), directory, Pool(1, SLOT), Counter())
         lower = LowerTier(core, 0, TierSpec(DictTier(1), self.lane), float)
-        entry = directory.reserve(KEYS[0], ())
-        assert entry is not None
-        directory.filled((entry,))
+        entry = filled(directory, KEYS[0])
         directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
         super().__init__(core, [lower], lambda keys: None)
