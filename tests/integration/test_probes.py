@@ -1,11 +1,8 @@
 """What balancers and orchestrators send to a server's ports, second after second: it is answered,
 and it fills no log."""
 
-from __future__ import annotations
-
 import socket
 import ssl
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from struct import pack
@@ -21,7 +18,7 @@ PLAIN, TLS = free_port(), free_port()
 
 
 @pytest.fixture(scope="module", params=["plain", "tls"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator:  # type: ignore[type-arg]
+def server(request, tmp_path_factory):
     folder = make_certificates(tmp_path_factory.mktemp("certificates"))
     (folder / "token").write_bytes(b"x" * 32)
     (folder / "token").chmod(0o600)

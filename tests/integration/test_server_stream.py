@@ -11,13 +11,8 @@ import zmq
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.heard import Heard
-from kvtier.connectors.vllm.groups import Geometry, Kind
-from kvtier.connectors.vllm.groups import Group as CacheGroup
-from kvtier.connectors.vllm.scheduler_side.jobs import Pending
-from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
-from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
 from tests.admin_server import administered
+from tests.announcing import BLOCK, CHUNK, Announcing, Asked, layout
 from tests.child_process import DEADLINE_S, wait_for
 from tests.integration.dynamo import DynamoIndexer
 from tests.server_process import SLOT, ServerProcess, at_rest, attached, short_folder, told_all
@@ -25,9 +20,7 @@ from tests.server_process import SLOT, ServerProcess, at_rest, attached, short_f
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
 
-BLOCK, CHUNK = 16, 32
-LAYOUT = ChunkLayout(fingerprint({"model": "stream"}), CHUNK, BLOCK, (SLOT // 2,))
-GEOMETRY = Geometry((CacheGroup(0, Kind.FULL, BLOCK),), CHUNK)
+LAYOUT = layout(SLOT)
 PROMPTS, LENGTH = 12, 6
 OPERATIONS = 3000
 END = (2**64 - 1).to_bytes(8, "big")
@@ -39,48 +32,19 @@ def whole_hashes(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
 
-class Asked:
-    """What events need of vLLM's request. Each ``engine`` has hashes of its own."""
-
-    lora_request = cache_salt = prompt_embeds = session_id = None
-    mm_features: tuple[Any, ...] = ()
-
-    def __init__(self, prompt, chunks=LENGTH, engine=0):
-        self.all_token_ids = [1000 + prompt, *range(1, chunks * CHUNK)]
-        count = chunks * CHUNK // BLOCK
-        self.block_hashes = [bytes([engine, prompt, number, 0] * 8) for number in range(count)]
-        self.keys = LAYOUT.keys(self.all_token_ids)
-
-
-class Engine:
+class Engine(Announcing):
     """An engine's client, with what announces its chunks."""
 
     def __init__(self, client, number=0):
+        super().__init__(client)
         self.client, self._number = client, number
-        self.watched = client.watch()
-        self.announcer = Announcer(
-            self.watched, GEOMETRY, {0: EventGroup(BLOCK, BLOCK, "full_attention")}
-        )
 
     def asked(self, prompt, chunks=LENGTH):
         return Asked(prompt, chunks, self._number)
 
-    def save(self, request, *, fails=False):
-        pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
-        with self.client.save(request.keys) as lease:
-            self.announcer.saving(
-                Prompt(request, None), 0, 1, {key: pieces[key] for key in lease.keys}
-            )
-            if fails:
-                self.announcer.ended(
-                    Pending(1, "one", lease.keys, save=lease, failed=1), is_last=True
-                )
-            else:
-                lease.commit()
-
     def name(self, request):
         self.announcer.events()
-        self.announcer.asked(Prompt(request, None), request.keys)
+        super().name(request)
 
     def act(self, rng):
         request, what = self.asked(rng.randrange(PROMPTS), rng.randint(1, LENGTH)), rng.random()
@@ -265,7 +229,7 @@ def test_at_rest_a_subscriber_sees_what_the_server_holds_also_after_a_restart():
 def test_another_servers_lookup_finds_prompts_in_the_stream():
     stream = f"tcp://127.0.0.1:{free_port()}?replay={free_port()}"
     with publishing(server_events=stream) as (server, _), attached(server.access(LAYOUT)) as client:
-        engine, request = Engine(client), Asked(1)
+        engine, request = Engine(client), Asked(1, LENGTH)
         engine.save(request)
         engine.settle()
         with administered(admin_engines=f"host-1={stream}") as follower:
@@ -288,7 +252,7 @@ def test_dynamos_indexer_follows_a_server_as_it_follows_an_engine(tmp_path, monk
         publishing() as (server, stream),
         attached(server.access(LAYOUT)) as client,
     ):
-        engine, request = Engine(client), Asked(1)
+        engine, request = Engine(client), Asked(1, LENGTH)
         dynamo.indexer.register(7, stream.partition("?")[0], BLOCK)
         seeds = iter(range(20, 1000))
 
@@ -329,7 +293,7 @@ def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server()
         attached(server.access(LAYOUT)) as client,
         subscribed(stream) as subscriber,
     ):
-        engine, request = Engine(client), Asked(1)
+        engine, request = Engine(client), Asked(1, LENGTH)
         with client.save(request.keys[:1]) as lease:
             lease.commit()
         for odd in (
@@ -346,7 +310,7 @@ def test_what_clients_name_their_sessions_and_salts_costs_no_engine_its_server()
 
 def test_more_than_a_server_reads_at_once_waits_and_is_bounded():
     with publishing() as (server, _), attached(server.access(LAYOUT)) as client:
-        engine, request = Engine(client), Asked(1)
+        engine, request = Engine(client), Asked(1, LENGTH)
         assert isinstance(engine.watched, Heard)
         for _ in range(20_000):
             engine.watched.announce(request.keys[0], 0, event(request))
@@ -366,7 +330,7 @@ def test_a_server_without_a_stream_is_told_nothing():
     with publishing(server_events=None) as (server, _), attached(server.access(LAYOUT)) as client:
         engine = Engine(client)
         assert isinstance(engine.watched, Heard)
-        engine.save(Asked(1))
+        engine.save(Asked(1, LENGTH))
         engine.settle()
         assert engine.announcer.events() == [] and not engine.watched._announced
         assert not client.stats().get("lost")

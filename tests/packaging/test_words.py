@@ -118,7 +118,7 @@ def quantities(tree):
                 yield ast.unparse(name).lstrip("_")
 
 
-def test_a_quantity_ends_in_its_unit() -> None:
+def test_a_quantity_ends_in_its_unit():
     found = {(file, name) for file in HOUSE.product for name in quantities(HOUSE.tree(file))}
     assert ("kvtier/core/steps.py", "PIECE_CHUNKS") in found
     wrong = [one for one in found if not UNITS.fullmatch(one[1])]

@@ -1,7 +1,5 @@
 """What the admin interface remembers and logs is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -94,10 +92,10 @@ def test_one_turn_reads_a_few_kib_of_a_connection(tmp_path, *, tls):
         class Visited(asyncio.Protocol):
             transport: Any = None
 
-            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            def connection_made(self, transport):
                 self.transport = transport
 
-            def data_received(self, data: bytes) -> None:
+            def data_received(self, data):
                 read.append(len(data))
                 if len(read) == 1:
                     self.transport.pause_reading()

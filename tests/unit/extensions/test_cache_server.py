@@ -1,10 +1,7 @@
 """A server as the caches of other engines' own use it: answers by key, saves in parts, bounded
 calls. One by shared memory and one by TCP have to do the same."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +9,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import fingerprint
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.cache_server import CacheServer, connect, load_each, settings, tenant
+from kvtier.extensions.cache_server import connect, load_each, settings, tenant
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, ServerProcess, run, short_folder
 
@@ -20,7 +17,7 @@ SLOTS = 32
 
 
 @pytest.fixture(scope="module")
-def addresses() -> Iterator[tuple[ServerProcess, str, str]]:
+def addresses():
     tcp = f"tcp://127.0.0.1:{free_port()}"
     with (
         short_folder() as folder,
@@ -30,22 +27,22 @@ def addresses() -> Iterator[tuple[ServerProcess, str, str]]:
 
 
 @pytest.fixture(params=["shared memory", "tcp"])
-def server(request: pytest.FixtureRequest, addresses) -> Iterator[CacheServer]:
+def server(request, addresses):
     address = addresses[1 if request.param == "shared memory" else 2]
     found = connect(settings({"server": address, "server_timeout_ms": 5000}), LAYOUT)
     yield found
     found.close()
 
 
-def later(seconds: float = 60.0) -> float:
+def later(seconds=60.0):
     return time.monotonic() + seconds
 
 
-def test_each_chunk_is_answered_for_and_a_gap_hides_nothing_behind_it(server) -> None:
+def test_each_chunk_is_answered_for_and_a_gap_hides_nothing_behind_it(server):
     keys = run(1, 12)
     assert server.known(keys) == [False] * 12
 
-    def fill(place: int, slot: memoryview) -> bool:
+    def fill(place, slot):
         slot[:] = content(keys[place], len(slot))
         return True
 
@@ -56,7 +53,7 @@ def test_each_chunk_is_answered_for_and_a_gap_hides_nothing_behind_it(server) ->
     assert server.find(keys) == 5
     got = dict[int, bytes]()
 
-    def take(place: int, slot: memoryview) -> bool:
+    def take(place, slot):
         got[place] = bytes(slot)
         return place != 8
 
@@ -65,21 +62,21 @@ def test_each_chunk_is_answered_for_and_a_gap_hides_nothing_behind_it(server) ->
     server.invalidate(keys)
 
 
-def test_a_run_of_twice_the_ram_is_saved_and_loaded_in_parts(server) -> None:
+def test_a_run_of_twice_the_ram_is_saved_and_loaded_in_parts(server):
     keys = run(2, 2 * SLOTS)
 
-    def fill(place: int, slot: memoryview) -> bool:
+    def fill(place, slot):
         slot[:] = content(keys[place], len(slot))
         return True
 
     assert server.save(keys, fill, later()) == [True] * len(keys)
     seen = list[int]()
 
-    def take(place: int, slot: memoryview) -> bool:
+    def take(place, slot):
         seen.append(place)
         return slot == content(keys[place], len(slot))
 
-    def half(first: int) -> list[bool]:
+    def half(first):
         run = slice(first, first + SLOTS)
         return load_each(server, keys[run], lambda at, slot: take(first + at, slot), later())
 
@@ -89,9 +86,7 @@ def test_a_run_of_twice_the_ram_is_saved_and_loaded_in_parts(server) -> None:
     server.invalidate(keys)
 
 
-def test_a_server_that_hangs_gives_nothing_and_no_call_waits_for_it(
-    addresses: tuple[ServerProcess, str, str],
-) -> None:
+def test_a_server_that_hangs_gives_nothing_and_no_call_waits_for_it(addresses):
     process, address, _ = addresses
     hanging = connect(settings({"server": address, "server_timeout_ms": 50}), LAYOUT)
     keys = run(3, 4)
@@ -109,12 +104,12 @@ def test_a_server_that_hangs_gives_nothing_and_no_call_waits_for_it(
     ("given", "words"),
     [({}, "p.server is missing in its file"), ({"server": "unix:///x", "ram": 1}, "key p.ram in")],
 )
-def test_a_wrong_key_is_refused_by_its_name(given, words) -> None:
+def test_a_wrong_key_is_refused_by_its_name(given, words):
     with pytest.raises(ConfigError, match=words):
         settings(given, "p.", "its file")
 
 
-def test_a_namespace_is_part_of_the_keys() -> None:
+def test_a_namespace_is_part_of_the_keys():
     """The server keeps chunks by key alone."""
     one, other = (
         fingerprint({"model": "a"} | tenant(settings({"server": "unix:///x"} | given)))

@@ -1,27 +1,16 @@
 """KV events by the Store's own changes: announced once a place, withdrawn when a chunk leaves,
 and withdrawn altogether when changes were lost."""
 
-from typing import Any
-
 import pytest
 
-from kvtier.connectors.vllm.groups import Geometry, Kind
-from kvtier.connectors.vllm.groups import Group as CacheGroup
-from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
-from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import RAM_PLACE
-from kvtier.core.pool import Pool
-from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
-from kvtier.store.store import Store
-from kvtier.testing.doubles import DictTier, ManualLane
+from kvtier.testing.doubles import DictTier
+from tests.announcing import BLOCK, CHUNK, GEOMETRY, Announcing, Asked
+from tests.stores import over
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
-
-SLOT, BLOCK, CHUNK = 4096, 4, 8
-LAYOUT = ChunkLayout(fingerprint({"model": "events"}), CHUNK, BLOCK, (SLOT,))
-GEOMETRY = Geometry((CacheGroup(0, Kind.FULL, BLOCK),), CHUNK)
 
 
 @pytest.fixture(autouse=True)
@@ -30,40 +19,17 @@ def whole_hashes(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
 
-class Asked:
-    """What events need of vLLM's request."""
-
-    lora_request = cache_salt = prompt_embeds = session_id = None
-    mm_features: tuple[Any, ...] = ()
-
-    def __init__(self, first, chunks):
-        self.all_token_ids = [first, *range(1, chunks * CHUNK)]
-        self.block_hashes = [bytes([first, number] * 16) for number in range(2 * chunks)]
-        self.keys = LAYOUT.keys(self.all_token_ids)
-
-
-class Bench:
+class Bench(Announcing):
     """A Store of four slots over one tier, whose lane is turned by hand."""
 
     def __init__(self, tier="nvme"):
-        self.lane = ManualLane()
-        self.store = Store(Pool(4, SLOT), [(DictTier(2, name=tier), self.lane)])
-        self.watched = self.store.watch()
-        groups = {0: EventGroup(BLOCK, BLOCK, "full_attention")}
-        self.announcer = Announcer(self.watched, GEOMETRY, groups)
-
-    def save(self, request):
-        with self.store.save(request.keys) as lease:
-            pieces = dict(zip(request.keys, GEOMETRY.trunk(0, len(request.keys)), strict=True))
-            self.announcer.saving(
-                Prompt(request, None), 0, 1, {key: pieces[key] for key in lease.keys}
-            )
-            lease.commit()
+        store, (self.lane,) = over(DictTier(2, name=tier))
+        super().__init__(store)
 
     def heard(self):
         """Kind, medium, owner and first hash's first byte of each event."""
         return [
-            (type(one).__name__, one.medium, one.ownership, one.block_hashes[0][1])
+            (type(one).__name__, one.medium, one.ownership, one.block_hashes[0][2])
             for one in self.announcer.events()
         ]
 
@@ -124,11 +90,7 @@ def test_what_leaves_is_withdrawn_from_where_it_left():
 
 def test_a_save_that_failed_is_never_announced():
     bench, request = Bench(), Asked(1, 1)
-    lease = bench.store.save(request.keys)
-    bench.announcer.saving(Prompt(request, None), 0, 1, {request.keys[0]: GEOMETRY.trunk(0, 1)[0]})
-    lease.close()
-    failed = Pending(1, "one", request.keys, save=lease, failed=1)
-    bench.announcer.ended(failed, is_last=True)
+    bench.save(request, fails=True)
     assert bench.heard() == []
     assert not bench.announcer._described
 
@@ -139,12 +101,12 @@ def test_chunks_from_before_are_announced_when_a_prompt_names_them():
         lease.commit()
     bench.lane.run()
     assert bench.heard() == [], "their tokens are not known"
-    bench.announcer.asked(Prompt(request, None), request.keys)
+    bench.name(request)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
         ("BlockStored", "STORAGE", None),
     ] * 2
-    bench.announcer.asked(Prompt(request, None), request.keys)
+    bench.name(request)
     assert bench.heard() == [], "once is enough"
 
 
@@ -155,7 +117,7 @@ def test_after_a_loss_everything_is_withdrawn_and_named_anew(monkeypatch):
     monkeypatch.setattr("kvtier.store.observers.changes._WAITING_CHANGES", 0)
     bench.lane.run()
     assert bench.heard() == [("BlockRemoved", "CPU", None, 0)]
-    bench.announcer.asked(Prompt(request, None), request.keys)
+    bench.name(request)
     assert [one[:3] for one in bench.heard()] == [
         ("BlockStored", "CPU", None),
         ("BlockStored", "STORAGE", None),

@@ -1,10 +1,9 @@
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
 from kvtier.bench.processes.servers import free_port
-from tests.server_process import ServerProcess, serving
+from tests.server_process import serving
 from tests.unit.connectors.conftest import scheduled_model
 from tests.unit.extensions.vllm_tier.tiering import engine_config
 
@@ -27,12 +26,12 @@ def model(scheduled_model):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
+def server():
     tcp = f"tcp://127.0.0.1:{free_port()}"
     with serving(tcp, ram_bytes="8MiB", flags=("--insecure",)) as found:
         yield found
 
 
-def tcp_address(server: ServerProcess) -> str:
+def tcp_address(server):
     (address,) = (word for word in server.command() if word.startswith("tcp://"))
     return str(address)

@@ -1,10 +1,7 @@
 """Pages that vLLM has written in its canonical layout on one GPU are read on two, and the other way
 round, by vLLM's own mapping."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +18,7 @@ from tests.unit.extensions.vllm_tier.tiering import (
 HEADS, HEAD, BLOCKS = 2, 32, 4
 
 
-def mappings(model: Any, size: int) -> list[Any]:
+def mappings(model, size):
     """vLLM's mapping of each rank of ``size``."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
         derive_canonical_mappings,
@@ -43,7 +40,7 @@ def mappings(model: Any, size: int) -> list[Any]:
     return found
 
 
-def scatter(mapping: Any, local: np.ndarray, page: np.ndarray, *, read: bool = False) -> None:
+def scatter(mapping, local, page, *, read=False):
     """What a worker does with each fragment of a page."""
     for run in mapping.runs:
         for at in range(run.num_fragments):
@@ -56,7 +53,7 @@ def scatter(mapping: Any, local: np.ndarray, page: np.ndarray, *, read: bool = F
                 page[there : there + size] = local[here : here + size]
 
 
-def test_a_page_goes_from_one_gpu_to_two_and_back(model, server) -> None:
+def test_a_page_goes_from_one_gpu_to_two_and_back(model, server):
     one, two = mappings(model, 1), mappings(model, 2)
     assert all(each.parallelism_agnostic for each in (*one, *two))
     page = np.random.default_rng(1).integers(0, 256, 2 * HEADS * HEAD * BLOCK * 4, np.uint8)
@@ -86,7 +83,7 @@ def test_a_page_goes_from_one_gpu_to_two_and_back(model, server) -> None:
             carry(of_two, keys[0], lambda row, m=mapping, h=half: scatter(m, h, row, read=True))
         assert not any((half == 0).all() for half in halves)
 
-        def both(row: np.ndarray) -> None:
+        def both(row):
             for mapping, half in zip(two, halves, strict=True):
                 scatter(mapping, half, row)
 
@@ -96,7 +93,7 @@ def test_a_page_goes_from_one_gpu_to_two_and_back(model, server) -> None:
     assert (back == page).all()
 
 
-def carry(steps: Any, keys: list[Any], work: Any) -> None:
+def carry(steps, keys, work):
     """``work`` on the chunk's row of vLLM's RAM: before it is stored where it is new, else after it
     has come."""
     context = steps.context()

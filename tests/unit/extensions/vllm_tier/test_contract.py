@@ -1,11 +1,8 @@
 """KVTierTier beside vLLM's own ``fs`` tier: the same calls on one view of memory have the same
 answers and the same bytes."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Iterator
 from mmap import mmap
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +34,7 @@ EMA = "vllm.v1.kv_offload.tiering.backpressure.EMABackpressureDetector"
 class Both:
     """Both tiers on one memory."""
 
-    def __init__(self, model: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    def __init__(self, model, ours, theirs):
         from vllm.config import KVEventsConfig
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
@@ -53,10 +50,10 @@ class Both:
         )
         self._job = 0
 
-    def each(self, call: Any) -> list[Any]:
+    def each(self, call):
         return [call(self.ours), call(self.theirs)]
 
-    def move(self, tier: Any, keys: list[Any], first_row: int, *, load: bool) -> Any:
+    def move(self, tier, keys, first_row, *, load):
         """The result of a job that stores rows, or loads into them."""
         from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -66,7 +63,7 @@ class Both:
         (tier.submit_load if load else tier.submit_store)(job)
         found: list[Any] = []
 
-        def ended() -> bool:
+        def ended():
             found.extend(tier.get_finished_jobs())
             return bool(found)
 
@@ -75,10 +72,10 @@ class Both:
         assert result.job_id == self._job
         return result
 
-    def held(self, tier: Any, keys: list[Any], request: str = "r") -> list[str]:
+    def held(self, tier, keys, request="r"):
         context, answers = SimpleNamespace(req_id=request), list[str]()
 
-        def decided() -> bool:
+        def decided():
             answers[:] = [tier.lookup(key, context).name for key in keys]
             tier.on_schedule_end(None)
             return "RETRY" not in answers
@@ -88,7 +85,7 @@ class Both:
 
 
 @pytest.fixture
-def both(request, model, server, tmp_path) -> Iterator[Both]:
+def both(request, model, server, tmp_path):
     """By a socket, or by TCP."""
     by_tcp = getattr(request, "param", False)
     address = tcp_address(server) if by_tcp else str(server.address)
@@ -101,7 +98,7 @@ def both(request, model, server, tmp_path) -> Iterator[Both]:
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["socket", "tcp"], indirect=True)
-def test_what_is_stored_is_found_and_loaded_and_the_rest_is_a_miss(both) -> None:
+def test_what_is_stored_is_found_and_loaded_and_the_rest_is_a_miss(both):
     keys = chunk_keys(1 if both.ours.locality.name == "LOCAL" else 9, 8)
     both.rows[:8] = np.random.default_rng(0).integers(0, 256, (8, ROW), np.uint8)
     assert both.each(lambda tier: both.held(tier, keys)) == [["MISS"] * 8] * 2
@@ -118,7 +115,7 @@ def test_what_is_stored_is_found_and_loaded_and_the_rest_is_a_miss(both) -> None
     assert both.each(lambda tier: [*tier.take_events()]) == [[], []]
 
 
-def test_a_chunk_that_is_gone_fails_by_its_key_and_is_a_miss_until_its_request_ends(both) -> None:
+def test_a_chunk_that_is_gone_fails_by_its_key_and_is_a_miss_until_its_request_ends(both):
     keys = chunk_keys(2, 6)
     for tier in (both.ours, both.theirs):
         assert both.move(tier, keys, 0, load=False).success
@@ -143,21 +140,21 @@ class Struck:
     """The tier's server, to which something happens inside a call: where it is asked, or has had a
     chunk."""
 
-    def __init__(self, server: Any, strike: Any) -> None:
+    def __init__(self, server, strike):
         self._server, self._strike, self.close = server, strike, server.close
 
-    def known(self, keys: Any) -> Any:
+    def known(self, keys):
         self._strike()
         return self._server.known(keys)
 
-    def save(self, keys: Any, fill: Any, until: float) -> Any:
+    def save(self, keys, fill, until):
         return self._server.save(keys, self._then(fill), until)
 
-    def load(self, keys: Any, take: Any, until: float) -> Any:
+    def load(self, keys, take, until):
         return self._server.load(keys, self._then(take), until)
 
-    def _then(self, copy: Any) -> Any:
-        def copied(place: int, slot: memoryview) -> bool:
+    def _then(self, copy):
+        def copied(place, slot):
             done = bool(copy(place, slot))
             self._strike()
             return done
@@ -169,7 +166,7 @@ class Struck:
 @pytest.mark.parametrize("fault", ["pause", "kill"])
 def test_a_server_that_ends_inside_a_call_is_a_miss_in_time_and_ends_every_job(
     model, tmp_path, fault, call
-) -> None:
+):
     keys, new = chunk_keys(3, 6), chunk_keys(4, 6)
     times = {"server_timeout_ms": 50, "load_timeout_ms": 300}
     with serving(ram_bytes="8MiB") as server:
@@ -180,7 +177,7 @@ def test_a_server_that_ends_inside_a_call_is_a_miss_in_time_and_ends_every_job(
         wait_for(lambda: both.move(tier, keys, 0, load=False).success, "it is stored")
         struck = threading.Event()
 
-        def strike() -> None:
+        def strike():
             if not struck.is_set():
                 struck.set()
                 getattr(server, fault)()
@@ -202,12 +199,12 @@ def test_a_server_that_ends_inside_a_call_is_a_miss_in_time_and_ends_every_job(
             server.resume()
 
 
-def test_an_answer_that_comes_too_late_or_raises_is_a_counted_miss(model, server, tmp_path) -> None:
+def test_an_answer_that_comes_too_late_or_raises_is_a_counted_miss(model, server, tmp_path):
     keys, asked, goes_on = chunk_keys(10, 2), threading.Event(), threading.Event()
     ours = OURS | {"server": str(server.address), "server_timeout_ms": 20}
     both = Both(model, ours, {"type": "fs", "root_dir": str(tmp_path)})
 
-    def fail() -> None:
+    def fail():
         asked.set()
         assert goes_on.wait(DEADLINE_S)
         raise RuntimeError("injected")
@@ -226,7 +223,7 @@ def test_an_answer_that_comes_too_late_or_raises_is_a_counted_miss(model, server
 
 def test_more_jobs_than_lanes_have_room_for_end_too_and_a_drain_has_every_result(
     model, server, tmp_path
-) -> None:
+):
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     ours = OURS | {"server": str(server.address), "server_timeout_ms": 50}
@@ -247,7 +244,7 @@ def test_more_jobs_than_lanes_have_room_for_end_too_and_a_drain_has_every_result
     both.each(lambda tier: tier.shutdown())
 
 
-def test_vllms_back_pressure_drops_what_a_slow_server_cannot_take(model, server) -> None:
+def test_vllms_back_pressure_drops_what_a_slow_server_cannot_take(model, server):
     slow = {"backpressure_cls": EMA, "warmup_completions": 1, "high_water_s": 0, "low_water_s": 0}
     slow |= {"policy_cls": "vllm.v1.kv_offload.tiering.backpressure.DropStorePolicy"}
     ours = OURS | {"server": str(server.address), "backpressure": slow} | PATIENT
@@ -261,7 +258,7 @@ def test_vllms_back_pressure_drops_what_a_slow_server_cannot_take(model, server)
         steps.manager.on_request_finished(context)
 
 
-def test_a_reset_of_vllms_caches_leaves_nothing_for_what_may_have_other_weights(both) -> None:
+def test_a_reset_of_vllms_caches_leaves_nothing_for_what_may_have_other_weights(both):
     keys = chunk_keys(5, 2)
     assert both.move(both.ours, keys, 0, load=False).success
     both.ours.drain_jobs()
@@ -271,19 +268,19 @@ def test_a_reset_of_vllms_caches_leaves_nothing_for_what_may_have_other_weights(
     assert both.held(both.ours, keys) == ["HIT"] * 2
 
 
-def test_an_unknown_key_is_refused_by_its_name(model, server, tmp_path) -> None:
+def test_an_unknown_key_is_refused_by_its_name(model, server, tmp_path):
     for given, words in (({"ram": 1}, "ram in secondary_tiers"), ({"server": "x"}, "server")):
         with pytest.raises(ConfigError, match=words):
             Both(model, OURS | {"server": str(server.address)} | given, {})
 
 
-def test_a_vllm_that_was_not_tested_is_refused_in_words(monkeypatch) -> None:
+def test_a_vllm_that_was_not_tested_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(entry, "running", lambda: "0.34.0")
     with pytest.raises(ConfigError, match=r"vLLM 0\.34\.0: KVTierTier is tested with 0\.32 and"):
         _ = entry.KVTierTier
 
 
-def test_nothing_is_held_of_a_server_that_is_not_there(model, tmp_path) -> None:
+def test_nothing_is_held_of_a_server_that_is_not_there(model, tmp_path):
     ours = OURS | {"server": f"unix://{tmp_path}/none.sock", "load_timeout_ms": 300}
     both = Both(model, ours, {"type": "fs", "root_dir": str(tmp_path)})
     keys = chunk_keys(6, 2)

@@ -1,8 +1,6 @@
 """vLLM's TieringOffloadingManager over KVTierTier and a real server: whatever happens, no wrong
 byte is loaded, every job is reported, and no chunk of vLLM's RAM stays pinned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,14 +19,14 @@ OPERATIONS = st.lists(
 
 
 @pytest.fixture(scope="module")
-def steps(model, server) -> Any:
+def steps(model, server):
     times = {"server_timeout_ms": 200, "load_timeout_ms": 2000}
     ours = OURS | {"server": str(server.address)} | times
     with tiering(engine_config(model, [ours])) as found:
         yield found
 
 
-def test_a_chunk_that_left_vllms_ram_comes_back_from_the_server(steps) -> None:
+def test_a_chunk_that_left_vllms_ram_comes_back_from_the_server(steps):
     context, runs = steps.context(), [chunk_keys(prompt, 12) for prompt in (10, 11, 12)]
     for keys in runs:
         assert len(steps.store(context, keys)) == 12
@@ -44,7 +42,7 @@ def test_a_chunk_that_left_vllms_ram_comes_back_from_the_server(steps) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(OPERATIONS)
-def test_no_slot_stays_pinned_and_no_byte_is_wrong(steps, server, operations) -> None:
+def test_no_slot_stays_pinned_and_no_byte_is_wrong(steps, server, operations):
     live: list[Any] = [steps.context()]
     for kind, prompt, count in operations:
         keys = chunk_keys(prompt, count)

@@ -1,10 +1,7 @@
 """What names an engine's chunks under vLLM's OffloadingConnector: by vLLM's own configuration
 objects."""
 
-from __future__ import annotations
-
 import shutil
-from typing import Any
 
 import pytest
 
@@ -14,13 +11,13 @@ from kvtier.extensions.vllm_tier.identity import engine_identity
 from tests.unit.extensions.vllm_tier.tiering import engine_config, make_spec
 
 
-def named(model: Any, **more: Any) -> dict[str, Any]:
+def named(model, **more):
     """vLLM's scheduler has ``vllm_config`` where it makes the tiers, as this has."""
     vllm_config = engine_config(model, [], **more)
     return engine_identity(make_spec(vllm_config))
 
 
-def test_equal_engines_have_one_name_wherever_their_model_lies(model, tmp_path) -> None:
+def test_equal_engines_have_one_name_wherever_their_model_lies(model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "copy")
     one = named(model)
     assert "start" not in one["engine"]
@@ -39,11 +36,11 @@ def test_equal_engines_have_one_name_wherever_their_model_lies(model, tmp_path) 
     ],
     ids="-".join,
 )
-def test_what_decides_bytes_is_in_the_name(model, other) -> None:
+def test_what_decides_bytes_is_in_the_name(model, other):
     assert fingerprint(named(model)) != fingerprint(named(model, **other))
 
 
-def test_weights_replaced_under_one_name_have_another(tmp_path) -> None:
+def test_weights_replaced_under_one_name_have_another(tmp_path):
     folder = make_model(tmp_path / "model", "tiny", seed=0)
     before = named(folder)
     shutil.rmtree(folder)
@@ -61,7 +58,7 @@ def test_weights_replaced_under_one_name_have_another(tmp_path) -> None:
         ({"load_format": "dummy"}, "are not local files"),
     ],
 )
-def test_what_is_only_a_name_is_of_use_to_one_start(model, caplog, more, words) -> None:
+def test_what_is_only_a_name_is_of_use_to_one_start(model, caplog, more, words):
     from importlib.util import find_spec
 
     if "xxhash" in more.values() and find_spec("xxhash") is None:
@@ -71,6 +68,6 @@ def test_what_is_only_a_name_is_of_use_to_one_start(model, caplog, more, words) 
     assert words in caplog.text
 
 
-def test_a_caller_that_has_no_configuration_gets_a_name_of_this_start(model, caplog) -> None:
+def test_a_caller_that_has_no_configuration_gets_a_name_of_this_start(model, caplog):
     spec = make_spec(engine_config(model, []))
     assert [*engine_identity(spec)] == ["start"]

@@ -1,13 +1,10 @@
 """vLLM's own tiering over real tiers, without an engine: its spec, its primary tier in shared
 memory, and steps of a scheduler."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import uuid
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ BLOCK = 16
 ROOT = Path(__file__).parents[4]
 
 
-def of_the_page() -> dict[str, Any]:
+def of_the_page():
     """The entry that the page gives, without its server."""
     (block,) = re.findall(r"<!-- entry -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
     extra = json.loads(shlex.split(block)[-1])["kv_connector_extra_config"]
@@ -32,7 +29,7 @@ def of_the_page() -> dict[str, Any]:
     return dict(entry)
 
 
-def counted(tier: Any) -> dict[str, int]:
+def counted(tier):
     """Chunks by their outcomes, which the page names, since the last time."""
     found = tier.get_stats()
     told = {} if found is None else dict(found.reduce())
@@ -47,9 +44,7 @@ OURS = of_the_page()
 PATIENT = {"server_timeout_ms": 5000, "load_timeout_ms": 30000}
 
 
-def engine_config(
-    model: Any, tiers: Sequence[dict[str, Any]], chunks: int = 16, **more: Any
-) -> Any:
+def engine_config(model, tiers, chunks=16, **more):
     """vLLM's configuration of an engine with these secondary tiers."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -68,7 +63,7 @@ def engine_config(
     return found
 
 
-def make_spec(vllm_config: Any) -> Any:
+def make_spec(vllm_config):
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
         build_offloading_config,
     )
@@ -85,7 +80,7 @@ def make_spec(vllm_config: Any) -> Any:
 
 
 @contextmanager
-def tiering(vllm_config: Any) -> Iterator[Any]:
+def tiering(vllm_config):
     """vLLM's manager of tiers, as the scheduler's half of the OffloadingConnector makes it."""
     steps = Steps(make_spec(vllm_config).get_manager())
     try:
@@ -100,14 +95,14 @@ def tiering(vllm_config: Any) -> Iterator[Any]:
 class Steps:
     """A scheduler's steps over the manager. ``tier``: the first secondary one."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager):
         self.manager = manager
         self.primary = manager.primary_tier
         self.tier = manager.secondary_tiers[0]
         self.rows: Any = np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)
         self._number = 0
 
-    def context(self) -> Any:
+    def context(self):
         """A new request."""
         from vllm.v1.kv_offload.base import ReqContext
 
@@ -116,19 +111,19 @@ class Steps:
         self.manager.on_new_request(context)
         return context
 
-    def step(self) -> None:
+    def step(self):
         from vllm.v1.kv_offload.base import ScheduleEndContext
 
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
-    def settle(self) -> None:
-        def is_idle() -> bool:
+    def settle(self):
+        def is_idle():
             self.step()
             return not self.manager.has_pending_work()
 
         wait_for(is_idle, "every job is reported")
 
-    def store(self, context: Any, keys: Sequence[Any]) -> list[Any]:
+    def store(self, context, keys):
         """Chunks arrive from the GPU: what was stored. Each byte is the key's first."""
         planned = self.manager.prepare_store(keys, context)
         if planned is None:
@@ -139,7 +134,7 @@ class Steps:
             self.manager.complete_store(planned.keys_to_store, context)
         return list(planned.keys_to_store)
 
-    def found(self, context: Any, keys: Sequence[Any]) -> int:
+    def found(self, context, keys):
         """Leading chunks that a request gets, with every byte right, and is done with."""
         count = self.leading(context, keys)
         if count:
@@ -149,14 +144,14 @@ class Steps:
             self.manager.complete_load(keys[:count], context)
         return count
 
-    def leading(self, context: Any, keys: Sequence[Any]) -> int:
+    def leading(self, context, keys):
         """Leading chunks that are in vLLM's RAM, or came there."""
         from vllm.v1.kv_offload.base import LookupResult
 
         waits = {LookupResult.RETRY, LookupResult.HIT_PENDING}
         answers: list[Any] = []
 
-        def decided() -> bool:
+        def decided():
             answers[:] = [self.manager.lookup(key, context) for key in keys]
             if waits.isdisjoint(answers):
                 return True
@@ -167,13 +162,13 @@ class Steps:
         hits = [one is LookupResult.HIT for one in answers]
         return hits.index(False) if False in hits else len(hits)
 
-    def pinned(self) -> int:
+    def pinned(self):
         """Chunks of the primary tier that vLLM cannot evict."""
         chunks = self.primary._policy.chunks.values()
         return sum(chunk.ref_cnt != 0 for chunk in chunks)
 
 
-def chunk_keys(prompt: int, count: int) -> list[Any]:
+def chunk_keys(prompt, count):
     from vllm.v1.kv_offload.base import make_offload_key
 
     return [make_offload_key(bytes([prompt, at]) + bytes(30), 0) for at in range(count)]
