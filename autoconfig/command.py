@@ -47,14 +47,14 @@ def speed(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = (
+    help_text = (
         "model folder, its config.json, or a hub name that is in this host's hub cache (no "
         "network is used)"
     )
-    add("--model", metavar="DIR_OR_NAME", help=about)
+    add("--model", metavar="DIR_OR_NAME", help=help_text)
     add("--kv-dtype", default="auto", help="KV cache dtype, as given to the engine (default: auto)")
-    about = "candidate directory for the disk tier; may be repeated"
-    add("--path", action="append", default=[], help=about)
+    help_text = "candidate directory for the disk tier; may be repeated"
+    add("--path", action="append", default=[], help=help_text)
     for flag, key in _tier_flags():
         if key.unit == "bytes":
             add(flag, type=size, help=key.flag)
@@ -63,14 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for short, text in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         where = " on this host" if short == "dp" else ""
         add(f"--{short}", type=int, default=1, help=f"{text} parallel size{where} (default: 1)")
-    about = "hosts that the engine's ranks are on, as --nnodes of vLLM (default: 1)"
-    add("--hosts", type=int, default=1, help=about)
+    help_text = "hosts that the engine's ranks are on, as --nnodes of vLLM (default: 1)"
+    add("--hosts", type=int, default=1, help=help_text)
     add("--engines", type=int, default=1, help="engines like this one on this host (default: 1)")
     add("--max-model-len", type=int, help="longest context the engine serves")
     add("--block-tokens", type=int, help="the engine's block size in tokens")
     _add_what_if(parser)
-    about = "do not time memory, disks, Redis and bucket (up to 5 s)"
-    add("--no-measure", action="store_true", help=about)
+    help_text = "do not time memory, disks, Redis and bucket (up to 5 s)"
+    add("--no-measure", action="store_true", help=help_text)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="print the configuration file")
     form.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -79,18 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_what_if(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ram", type=size, help="what if this much RAM were available")
-    about = "what if the disk had this much free space (an NVMe when no --path is given)"
-    add("--disk", type=size, help=about)
-    about = "what if the disk were read at so much, for example 2GB/s"
-    add("--disk-speed", type=speed, metavar="SPEED", help=about)
+    help_text = "what if the disk had this much free space (an NVMe when no --path is given)"
+    add("--disk", type=size, help=help_text)
+    help_text = "what if the disk were read at so much, for example 2GB/s"
+    add("--disk-speed", type=speed, metavar="SPEED", help=help_text)
     kinds = f"'none' for CPU only, or {', '.join(GPU_KINDS)}"
-    about = f"what if there were N such GPUs, for example H100:8; {kinds}"
-    add("--gpu", metavar="KIND[:N]", help=about)
-    about = (
+    help_text = f"what if there were N such GPUs, for example H100:8; {kinds}"
+    add("--gpu", metavar="KIND[:N]", help=help_text)
+    help_text = (
         "size RAM and NVMe for these recorded requests, in any form that 'kvtier simulate' "
         "reads: the smallest sizes within a point of the knee of the curve of hits"
     )
-    add("--trace", metavar="FILE", help=about)
+    add("--trace", metavar="FILE", help=help_text)
     forms = tuple(_sizing().FORMS)
     add("--format", choices=forms, help="the form of --trace; default: told from the file")
 

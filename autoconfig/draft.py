@@ -97,8 +97,8 @@ def break_even_row(
         draft.leave_out(tier, f"{reason}; no hit of up to {load.longest:,} tokens wins")
         return None
     where = f" from {place}" if place else ""
-    why = f"shorter hits are computed faster than they are loaded{where}"
-    return Row(f"{name}_break_even_tokens", tokens, source, why)
+    reason = f"shorter hits are computed faster than they are loaded{where}"
+    return Row(f"{name}_break_even_tokens", tokens, source, reason)
 
 
 def pays(

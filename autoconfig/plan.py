@@ -55,8 +55,10 @@ def make_plan(facts: Facts) -> Plan:
         _show_worth(facts, load, ram_bytes, draft)
     else:
         for tier in planned():
-            why = "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot"
-            draft.leave_out(tier.name, why)
+            reason = (
+                "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot"
+            )
+            draft.leave_out(tier.name, reason)
     _show_shared(facts, ram_bytes, load, draft)
     return draft
 
@@ -74,22 +76,22 @@ def _load(facts: Facts, draft: Plan) -> Load:
     hosts = engine.hosts.value or 1
     copies = 1 if heads == 1 else max(tensor, heads) / heads  # what all ranks have is stored once
     stored = single if heads == 1 else -(-single * max(tensor, heads) // (heads * hosts))
-    source, why = model.kv_bytes_per_token.source, _KV_BYTES
+    source, reason = model.kv_bytes_per_token.source, _KV_BYTES
     if model.kv_bytes_per_token.value is None:
-        why = f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
+        reason = f"unknown ({source}); 128 KiB is usual for 8-billion-parameter models"
         source = "assumed"
     if copies > 1:
-        why += f"; {heads} KV heads on {tensor} tensor ranks are stored {copies:g} times"
+        reason += f"; {heads} KV heads on {tensor} tensor ranks are stored {copies:g} times"
     if hosts > 1:
-        why += f"; each of {hosts} hosts keeps what its {ranks // hosts} rank(s) have of it"
-    draft.show("kv_bytes_per_token", stored, source, why)
+        reason += f"; each of {hosts} hosts keeps what its {ranks // hosts} rank(s) have of it"
+    draft.show("kv_bytes_per_token", stored, source, reason)
     whole = model.kv_bytes_global.value
     if whole is not None and whole != model.kv_bytes_per_token.value:
         text = "layers that see the whole context alone; the rest is sliding windows"
         draft.show("kv_bytes_per_token_global", whole, model.kv_bytes_global.source, text)
     if stores > 1:
-        why = "replicas x engines; RAM, disk and Redis are divided equally"
-        draft.show("stores_on_host", stores, "engine", why)
+        reason = "replicas x engines; RAM, disk and Redis are divided equally"
+        draft.show("stores_on_host", stores, "engine", reason)
     longest = engine.max_model_len.value or model.max_tokens.value or LONG_CONTEXT_TOKENS
     draft.prefill = _prefill(facts, ranks, draft)
     return Load(
@@ -104,9 +106,9 @@ def _load(facts: Facts, draft: Plan) -> Load:
 
 def _prefill(facts: Facts, ranks: int, draft: Plan) -> PrefillTime:
     model, gpus = facts.model, facts.gpus
-    weights, why = model.weight_bytes.value, "2 bytes each, or 8 billion"
+    weights, reason = model.weight_bytes.value, "2 bytes each, or 8 billion"
     guess = weights // 2 if weights else 8_000_000_000
-    size = max(1, draft.take("active_parameters", model.active_parameters, guess, why))
+    size = max(1, draft.take("active_parameters", model.active_parameters, guess, reason))
     if gpus.count.value == 0:
         cores = (facts.memory.cpus.value or 1) * (facts.engine.hosts.value or 1)
         peak, source = breakeven.CPU_CORE_FLOPS * cores, f"estimated for {cores} CPU cores"
@@ -117,16 +119,16 @@ def _prefill(facts: Facts, ranks: int, draft: Plan) -> PrefillTime:
         if kind is None:
             source += ", taken as an H100: with a faster GPU a tier pays only for longer hits"
     prefill = breakeven.estimated_prefill(size, model.attention_flops.value or 0, peak)
-    why = "before attention; not measured yet"
-    draft.show("prefill_tokens_per_second", round(1 / prefill.per_token), source, why)
+    reason = "before attention; not measured yet"
+    draft.show("prefill_tokens_per_second", round(1 / prefill.per_token), source, reason)
     return prefill
 
 
 def _link(facts: Facts, ranks: int, draft: Plan) -> float:
     """Bytes a second between RAM and the engine's KV memory, for all ranks together."""
     if facts.gpus.count.value == 0:
-        why = "5 GB/s is slow for one thread's copy"
-        return max(1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, why))
+        reason = "5 GB/s is slow for one thread's copy"
+        return max(1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, reason))
     kind = breakeven.gpu_kind(facts.gpus.kind.value or "")
     return (kind.link if kind else 10e9) * ranks
 
@@ -159,20 +161,20 @@ def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
     fifth = available // 5
     if weights.value is None:
-        reserve, why = available // 2, f"half of it: weight bytes are unknown ({weights.source})"
+        reserve, reason = available // 2, f"half of it: weight bytes are unknown ({weights.source})"
     else:
         copies = _copies_to_come(facts)
         reserve = max(copies * weights.value * load.stores, fifth)
         times = f" x {load.stores} engines" if load.stores > 1 else ""
-        why = (
+        reason = (
             f"the greater of {copies} x weights of {size_text(weights.value)}{times} (loading) "
             "and a fifth"
         )
     if cpu and facts.engine.kv_cache_tokens.value:
         own = facts.engine.kv_cache_tokens.value * load.kv_bytes
         reserve += own * load.stores
-        why += f", and the engine's own KV cache of {size_text(own)} in RAM"
-    draft.show("ram_reserve_bytes", reserve, weights.source, why)
+        reason += f", and the engine's own KV cache of {size_text(own)} in RAM"
+    draft.show("ram_reserve_bytes", reserve, weights.source, reason)
     return reserve
 
 
@@ -188,8 +190,8 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
     )
     pools = (facts.memory.pools.value or 0) if load.stores > 1 else 0
     if pools:
-        why = "engines here have it already: it is shared too"
-        draft.show("ram_held_bytes", pools, facts.memory.pools.source, why)
+        reason = "engines here have it already: it is shared too"
+        draft.show("ram_held_bytes", pools, facts.memory.pools.source, reason)
     reserve = _reserve(facts, max(0, free.value + pools), load, draft)
     share = max(
         0, min((free.value + pools - reserve) // load.stores, free.value - reserve // load.stores)
@@ -201,11 +203,11 @@ def _plan_ram(facts: Facts, load: Load, draft: Plan) -> int:
         share, gentle = _slots_for_loads(facts, load), "; the slots that loads need"
     share, note = _locked(facts, share, draft)
     share -= share % MIB
-    share, why = _recorded_ram(facts.trace, share, load, draft)
-    note += why
+    share, reason = _recorded_ram(facts.trace, share, load, draft)
+    note += reason
     if short := load.too_small(share):
-        why = f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})"
-        draft.leave_out("ram", why)
+        reason = f"{short} ({size_text(free.value)} available, {size_text(reserve)} reserved{note})"
+        draft.leave_out("ram", reason)
         return 0
     copies = facts.gpus.count.value == 0
     way = "copy to the engine" if copies else "host link, assumed by GPU kind"
@@ -225,13 +227,13 @@ def _recorded_ram(trace: SizingTrace | None, most: int, load: Load, draft: Plan)
     if trace is None:
         return most, ""
     curve, kv, knee = trace.curve, load.kv_bytes, trace.knee(load.kv_bytes)
-    why = (
+    reason = (
         f"an LRU of this size hits {trace.percent(kv, knee)}, and one of any size "
         f"{trace.percent(kv, trace.largest(kv))}: {curve.requests:,} requests ask for "
         f"{curve.asked:,} blocks of {trace.block_tokens} tokens, {curve.unique:,} of them "
         "different" + ("; taken as what one engine serves" if load.stores > 1 else "")
     )
-    draft.show("trace_knee_bytes", knee, trace.name, why)
+    draft.show("trace_knee_bytes", knee, trace.name, reason)
     size = _at_least(trace.enough(kv, most), load)
     return _sized(trace, min(size, most), most, knee, load)
 
@@ -320,9 +322,9 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         return None
     chosen = _beside(usable, draft)
     disks, path = [one.disk for one in chosen], ",".join(one.disk.path for one in chosen)
-    size, why = _recorded_disk(facts.trace, sum(one.size for one in chosen), ram_bytes, load)
+    size, reason = _recorded_disk(facts.trace, sum(one.size for one in chosen), ram_bytes, load)
     if not size:
-        return draft.leave_out(f"nvme {path}", why)
+        return draft.leave_out(f"nvme {path}", reason)
     _show_path(chosen, path, load, draft)
     reserve = size_text(sum(map(_disk_reserve, disks)))
     held = (
@@ -331,7 +333,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     )
     if facts.trace is None and not all(disk.own.value for disk in disks):
         held += _HALF
-    draft.set("nvme_bytes", size, disks[0].free.source, held + why)
+    draft.set("nvme_bytes", size, disks[0].free.source, held + reason)
     if (facts.engine.engines.value or 1) > 1:
         draft.warnings.append(
             f"{facts.engine.engines.value} engines share {path}: give each a folder below it"
@@ -465,8 +467,8 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         own = known(tokens, f"{load.ranks} x {size_text(memory)} less weights")
     if own.value is None:
         return
-    why = "smaller working sets fit in the engine's own KV cache"
-    draft.show("ram_useful_from_tokens", own.value, own.source, why)
+    reason = "smaller working sets fit in the engine's own KV cache"
+    draft.show("ram_useful_from_tokens", own.value, own.source, reason)
     least = breakeven.offload_from(ram_bytes, load.kv_bytes)
     draft.show(
         "nvme_useful_from_tokens", least, "ram_bytes", "smaller working sets fit in the RAM tier"
@@ -507,8 +509,10 @@ def _show_shared(facts: Facts, ram_bytes: int, load: Load, draft: Plan) -> None:
     name, total = facts.gpus.shared, facts.memory.total.value
     if name.value is None:
         return
-    why = "CPU and GPU share one memory: RAM keeps the slots that loads need, the disk the chunks"
-    draft.show("unified_memory", name.value, name.source, why)
+    reason = (
+        "CPU and GPU share one memory: RAM keeps the slots that loads need, the disk the chunks"
+    )
+    draft.show("unified_memory", name.value, name.source, reason)
     if total and ram_bytes and not facts.engine.started.value:
         share = breakeven.GPU_MEMORY_PART - ram_bytes * load.stores / total
         what = f"vLLM's {_LESS}: its usual {breakeven.GPU_MEMORY_PART} less the RAM tier"

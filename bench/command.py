@@ -1,7 +1,7 @@
-"""Parts of every benchmark's command: progress, results as they come, and errors as one line.
+"""Parts of every benchmark's command: progress, and results as they come.
 
-On a terminal progress is bars. Elsewhere it is a line for each round and each wait, so that a log
-shows at any time what is under way."""
+Progress is a line for each round and each wait, so that a log shows at any time what is under
+way."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvtier.core.errors import KVTierError
 from kvtier.core.extras import require
-from kvtier.core.terminal import Parser
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvtier.bench.requests.client import Outcome
 
 _QUIET_S = 30.0
@@ -35,22 +31,6 @@ class Arm(Protocol):
 
 
 NamedArm = TypeVar("NamedArm", bound=Arm)
-
-
-def run_command(
-    name: str,
-    about: str,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    run: Callable[[argparse.Namespace], int],
-    argv: Sequence[str] | None,
-) -> int:
-    parser = Parser(prog=f"kvtier.bench.{name}", description=about)
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except KVTierError as error:
-        print(f"{name.replace('_', '-')}: {error}", file=sys.stderr)
-        return 2
 
 
 def failures(kind: str, outcomes: Sequence[Outcome]) -> int:
@@ -86,24 +66,18 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def told_early(tell: Callable[[], object]) -> Iterator[None]:
-    """Call ``tell`` when an error, Ctrl-C or a signal ends the block: what was measured so far is
-    not lost. Enter it inside of :func:`terminable`."""
-    try:
-        yield
-    except BaseException:
-        tell()
-        raise
-
-
-@contextmanager
-def measuring(args: argparse.Namespace, tell: Callable[[], object]) -> Iterator[Progress]:
+def measuring(args: argparse.Namespace, tell: Callable[[], object]) -> Iterator[None]:
     """The arms of a benchmark run in this block, with results in ``args.output_dir``. ``tell`` is
-    called when something ends the block early. Raises KVTierError when a package is missing."""
+    called when an error, Ctrl-C or a signal ends the block early: what was measured so far is not
+    lost. Raises KVTierError when a package is missing."""
     require("bench")
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    with terminable(), told_early(tell), progress_bars() as progress:
-        yield progress
+    with terminable():
+        try:
+            yield
+        except BaseException:
+            tell()
+            raise
 
 
 def each_arm(arms: Sequence[NamedArm]) -> Iterator[NamedArm]:
@@ -123,55 +97,17 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Progress]:
-    """Bars on a terminal. Without one they are disabled, and :func:`waiting` and :func:`stepping`
-    write lines instead."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    columns: tuple[Any, ...] = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-@contextmanager
-def waiting(progress: Progress, what: str) -> Iterator[None]:
-    """A bar of unknown length for as long as the block takes, or a line before and after it."""
-    if progress.disable:
-        say(f"{what} ...")
-        begun = time.monotonic()
-        yield
-        say(f"{what}: {time.monotonic() - begun:.0f} s")
-        return
-    task = progress.add_task(what, total=None)
+def waiting(what: str) -> Iterator[None]:
+    """A line before the block, and one with its time after it."""
+    say(f"{what} ...")
+    begun = time.monotonic()
     yield
-    progress.remove_task(task)
+    say(f"{what}: {time.monotonic() - begun:.0f} s")
 
 
-def stepping(progress: Progress, what: str, total: int) -> Callable[[], None]:
-    """A bar of ``total`` steps, or lines. A call is one step."""
-    if progress.disable:
-        return _Lines(what, total)
-    task = progress.add_task(what, total=total)
-    return lambda: progress.advance(task)
-
-
-class _Lines:
-    """A round's line at its end, and one every half minute before."""
+class Steps:
+    """A round of so many steps: a call is one. Its line comes at the end, and before that every
+    half minute."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0

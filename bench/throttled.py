@@ -30,8 +30,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ from kvtier.connectors.vllm import LOAD_EVERY_HIT
 GOAL = 1.03
 _ARMS = ("none", "always", "auto")
 _FAST_ROUNDS = 3
+_DOCUMENTS, _TOKENS = 4, 2048 + 64
+"""Documents, and tokens of each."""
 _APART = 6
 """Documents for which kvtier is kept out of it, for each engine and phase."""
 _CHUNK_TOKENS = 128
@@ -207,12 +209,6 @@ class Throttle:
 Engines = Mapping[str, Arm]
 
 
-class Setup(NamedTuple):
-    engines: Engines
-    throttle: Throttle
-    document_bytes: int
-
-
 Answers = dict[str, list[Answer]]
 
 
@@ -232,24 +228,6 @@ class Phase(NamedTuple):
             for one in (arm, against)
         }
         return middle[arm] / middle[against]
-
-
-@contextmanager
-def started(arguments: argparse.Namespace) -> Iterator[Setup]:
-    model = make_model(Path(arguments.models) / arguments.preset, arguments.preset)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
-        port, _, _ = stack.enter_context(redis_server())
-        throttle = Throttle(int(port))
-        stack.callback(throttle.close)
-        engines = {}
-        for arm in _ARMS:
-            tier, log = redis_tier(arm, throttle.port), folder / f"{arm}.log"
-            engines[arm] = Arm(arm, model, arguments.tokens, tier, log)
-            stack.callback(engines[arm].stop)
-        for engine in engines.values():
-            engine.hear()
-        yield Setup(engines, throttle, arguments.tokens * kv_token_bytes(read_config(model), 4))
 
 
 def ask_all(engines: Engines, documents: int, rounds: int, arms: Sequence[str] = _ARMS) -> Phase:
@@ -307,19 +285,31 @@ def sum_ratio(heard: Phase, arm: str, against: str) -> float:
     return total[arm] / total[against] / heard.luck(arm, against)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    with started(arguments) as setup:
+def run(given: argparse.Namespace) -> None:
+    model = make_model("build/models/demo", "demo")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-")))
+        port, _, _ = stack.enter_context(redis_server())
+        throttle, engines = Throttle(int(port)), dict[str, Arm]()
+        stack.callback(throttle.close)
+        for arm in _ARMS:
+            tier, log = redis_tier(arm, throttle.port), folder / f"{arm}.log"
+            engines[arm] = Arm(arm, model, _TOKENS, tier, log)
+            stack.callback(engines[arm].stop)
+        for engine in engines.values():
+            engine.hear()
         print("cold:")
-        cold = ask_all(setup.engines, arguments.documents, 1)
+        cold = ask_all(engines, _DOCUMENTS, 1)
         computing = statistics.median(answer.seconds for answer in cold.answers["none"])
         print("fast tier:")
-        fast = ask_all(setup.engines, arguments.documents, _FAST_ROUNDS, ("always", "auto"))
-        setup.throttle.rate = setup.document_bytes / (arguments.slow * computing)
-        print(f"slow tier, {setup.throttle.rate / 1e6:.1f} MB/s:")
-        slow = ask_all(setup.engines, arguments.documents, arguments.rounds)
-        rate, setup.throttle.rate = setup.throttle.rate, None
-        recovered = until_hit(setup.engines, arguments.documents, 20)
-        counts = {arm: setup.engines[arm].finish() for arm in ("always", "auto")}
+        fast = ask_all(engines, _DOCUMENTS, _FAST_ROUNDS, ("always", "auto"))
+        rate = _TOKENS * kv_token_bytes(read_config(model), 4) / (given.slow * computing)
+        throttle.rate = rate
+        print(f"slow tier, {rate / 1e6:.1f} MB/s:")
+        slow = ask_all(engines, _DOCUMENTS, given.rounds)
+        throttle.rate = None
+        recovered = until_hit(engines, _DOCUMENTS, 20)
+        counts = {arm: engines[arm].finish() for arm in ("always", "auto")}
     rows = [
         *rows_of("cold", cold, "none", None),
         *rows_of("fast tier", fast, "always", GOAL),
@@ -327,31 +317,26 @@ def run(arguments: argparse.Namespace) -> int:
         Row("slow tier: sum of all TTFT, auto / none", sum_ratio(slow, "auto", "none"), "", GOAL),
         Row("fast again: answers until auto is served by the tier", recovered, "answers"),
     ]
-    more = {"tokens": arguments.tokens, "model": arguments.preset, "rate_bytes_per_second": rate}
-    write_results(arguments.output, "throttled", rows, counts=counts, **more)
+    more = {"tokens": _TOKENS, "model": "demo", "rate_bytes_per_second": rate}
+    write_results(given.output, "throttled", rows, counts=counts, **more)
     print_rows(rows)
     print(f"counts: {counts}")
-    return 0
 
 
-def main() -> int:
+def main() -> None:
     parser = described(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=3, help="times every document is asked in the slow phase")
-    add("--documents", type=int, default=4)
-    add("--tokens", type=int, default=2048 + 64, help="a document")
     about = "how many times slower the tier is than computing"
     add("--slow", type=float, default=3.0, help=about)
-    add("--preset", default="demo", help="model, see kvtier.bench.model")
-    add("--models", default="build/models")
     add("--output", default="bench/results/throttled.json")
     add("--engine", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.engine:
-        serve_documents(*json.loads(arguments.engine))
-        return 0
-    return run(arguments)
+    given = parser.parse_args()
+    if given.engine:
+        serve_documents(*json.loads(given.engine))
+    else:
+        run(given)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

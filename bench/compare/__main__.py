@@ -14,13 +14,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from kvtier.bench.command import run_command, terminable
+from kvtier.bench.command import terminable
 from kvtier.bench.compare.peers.contenders import CONTENDERS, Contender
-from kvtier.bench.compare.result import HOW, Run, about, rows
+from kvtier.bench.compare.result import Run, about, rows
 from kvtier.bench.compare.rounds import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -33,7 +32,7 @@ from kvtier.bench.compare.rounds import (
     token_bytes_of,
     work_of,
 )
-from kvtier.bench.flags import names_in, positive
+from kvtier.bench.flags import described, names_in, positive
 from kvtier.bench.model import make_model
 from kvtier.bench.processes.engine import mode_told, modes_told
 from kvtier.bench.report import Row, print_rows, write_results
@@ -42,16 +41,8 @@ from kvtier.core.errors import KVTierError
 _SHAPE = ("num_documents", "document_length", "question_length", "output_len", "rounds")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("compare", "Peers and kvtier, side by side.", _add_arguments, _run_all, argv)
-
-
-def _run_all(args: argparse.Namespace) -> int:
-    with terminable():
-        return compare(args, make_model(args.output_dir / MODEL, MODEL))
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> int:
+    parser = described(__doc__)
     add = parser.add_argument
     known = f"of {','.join(CONTENDERS)} (default: all)"
     add("--arms", type=names_in(CONTENDERS), default=list(CONTENDERS.values()), help=known)
@@ -65,6 +56,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-dir", type=Path, default=Path("build/compare"), help="for the model and logs")
     resumed = "go on with the runs of an earlier call with the same sizes"
     add("--resume", action="store_true", help=resumed)
+    args = parser.parse_args()
+    with terminable():
+        return compare(args, make_model(args.output_dir / MODEL, MODEL))
 
 
 def _documents(text: str) -> int:
@@ -111,8 +105,7 @@ def write(
     shape |= {"block_tokens": BLOCK_TOKENS, "chunk_tokens": CHUNK_TOKENS}
     engines = modes_told(run.mode for run in runs)
     arms = about(args.arms, runs, reasons)
-    more: dict[str, Any] = {"workload": shape, "engines": engines, "measures": HOW, "arms": arms}
-    write_results(args.output, "compare", made, **more)
+    write_results(args.output, "compare", made, workload=shape, engines=engines, arms=arms)
     return made
 
 

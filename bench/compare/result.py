@@ -15,22 +15,6 @@ from kvtier.bench.long_doc_qa.arms import GPU_HIT, NONE
 from kvtier.bench.report import Row, mean_row, median_row
 from kvtier.bench.requests.client import Outcome, answers
 
-HOW = {
-    "load cost": "TTFT of a question whose document is loaded, less that of the next one, whose "
-    "document is in vLLM's own cache; median over pairs, min, max",
-    "CPU a GiB of hits": "CPU seconds of the engine's and its companion's processes for the loaded "
-    "question of a pair less those for the warm one, by the GiB that came; median over pairs, min "
-    "and max bound it in 19 cases of 20",
-    "look-up": "a request's first question to the connector until its definite answer, loaded "
-    "questions of the pairs; some arms fetch from the lower place before they answer; cold: "
-    "documents of the fill, of which nothing is held",
-    "connector": "the engine's own time in the entry points of its connector, both halves; a load: "
-    "the loaded question of a pair less the warm one; work of other threads and processes is not "
-    "in it",
-    "second engine": "started beside the first, same companion and folder: new questions, every "
-    "document once",
-}
-"""Meaning of rows whose name does not say it."""
 _HELD = ("load cost", "CPU a GiB of hits", "look-up", "look-up, cold", "connector, a load")
 """Rows whose limit is the value of the kvtier arm with which an arm is compared."""
 

@@ -3,7 +3,6 @@ page-locked memory), and the time that it takes to queue them."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,11 +11,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from kvtier.bench.micro.copy import CHUNK_TOKENS, Geometry, Work, measure
+from kvtier.bench.micro.copy import CHUNK_TOKENS, Bench, Geometry, Work, measure
 from kvtier.bench.report import Row, against, median_row, print_rows
 from kvtier.core.pool import Pool
-from kvtier.gpu import Copy, PagedBlocks, Pinning, regions_of, slot_tensor
+from kvtier.gpu import Copy, Pinning, slot_tensor
 from kvtier.gpu.blocks import nothing
+from kvtier.gpu.staged import Cuts
 from kvtier.testing import ManualLane
 
 
@@ -65,42 +65,24 @@ def geometry(name: str, block_tokens: int) -> Geometry:
     return Geometry(label, layers, token_bytes, block_tokens)
 
 
-class Paged:
-    """An engine's blocks of ``tokens`` on ``device`` in random order, and as many page-locked
-    slots.
-
-    Blocks are one allocation ``[layer, block, row]``, as vLLM's are.
-    """
+class Paged(Bench):
+    """Blocks of ``tokens`` on ``device``, and as many page-locked slots."""
 
     def __init__(self, shape: Geometry, tokens: int, device: torch.device) -> None:
-        self.shape, self.device = shape, device
         if device.type == "cuda":
             # what torch keeps of the last shape would not count as free for staging memory
             torch.cuda.empty_cache()
-        self.chunks = max(2, -(-tokens // CHUNK_TOKENS))
-        self.bytes = self.chunks * shape.chunk_bytes
-        blocks = self.chunks * shape.blocks_per_chunk
-        self.kv = torch.zeros(
-            shape.layers, blocks, shape.row_bytes, dtype=torch.uint8, device=device
-        )
-        self.kv.random_(0, 256)
-        order = list(range(blocks))
-        random.Random(1).shuffle(order)
-        self.pool = Pool(self.chunks, -(-shape.chunk_bytes // 4096) * 4096)
-        self.pool.populate(0, self.chunks)
-        self.pinning = locked(self.pool, device) if device.type == "cuda" else None
-        step = shape.blocks_per_chunk
-        self.jobs = [
-            (
-                slot_tensor(self.pool.view(slot)[: shape.chunk_bytes]),
-                0,
-                order[slot * step : (slot + 1) * step],
-            )
-            for slot in range(self.chunks)
-        ]
-        regions = regions_of({f"layer.{index}": rows for index, rows in enumerate(self.kv)}, blocks)
-        cuts = nothing if self.pinning is None else self.pinning.cuts
-        self.copier = PagedBlocks(regions, step, locked=cuts)
+        blocks = max(2, -(-tokens // CHUNK_TOKENS)) * shape.blocks_per_chunk
+        sizes = (shape.layers, blocks, shape.row_bytes)
+        self.device = device
+        self.pinning: Pinning | None = None
+        super().__init__(shape, torch.empty(sizes, dtype=torch.uint8, device=device))
+
+    def cuts(self) -> Cuts:
+        if self.device.type != "cuda":
+            return nothing
+        self.pinning = locked(self.pool, self.device)
+        return self.pinning.cuts
 
     def save(self) -> None:
         for copy in [
@@ -120,18 +102,9 @@ class Paged:
     def a_step(self) -> int:
         return STEP_TOKENS // CHUNK_TOKENS
 
-    def check(self) -> None:
-        """Raise when a copy is wrong, because the numbers would mean nothing."""
-        before = self.kv.clone()
-        self.save()
-        self.kv.zero_()
-        self.load()
-        if not torch.equal(before, self.kv):
-            raise SystemExit(f"{self.shape.name}: what was loaded is not what was saved")
-
     def close(self) -> None:
         self.jobs.clear()
-        del self.kv, self.copier
+        del self.blocks, self.copier
         if self.pinning is not None:
             self.pinning.end(self.pool.buffer)
         self.pool.close()
@@ -155,7 +128,7 @@ def finish(device: torch.device) -> None:
 def limits(paged: Paged) -> tuple[Work, Work]:
     """The same number of bytes in one copy from device memory to torch's own page-locked memory,
     and back."""
-    on_device = paged.kv.view(-1)
+    on_device = paged.blocks.view(-1)
     on_host = torch.empty(paged.bytes, dtype=torch.uint8, pin_memory=paged.device.type == "cuda")
 
     def moving(target: torch.Tensor, source: torch.Tensor) -> Work:
@@ -200,7 +173,7 @@ def measure_shape(shape: Geometry, tokens: int, rounds: int, device: torch.devic
 def queueing(paged: Paged, rounds: int) -> list[Row]:
     rows: list[Row] = []
     for way, begin in (("load", paged.copier.load), ("save", paged.copier.save)):
-        label = f"{paged.shape.name}: {way} of {paged.chunks * CHUNK_TOKENS} tokens"
+        label = f"{paged.geometry.name}: {way} of {paged.chunks * CHUNK_TOKENS} tokens"
         work = device_work(lambda begin=begin: begin(paged.jobs).wait(), paged.device)  # type: ignore[misc]
         milliseconds = list[float]()
         for _ in range(max(rounds, 3)):

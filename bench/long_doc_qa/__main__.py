@@ -1,7 +1,7 @@
-"""``python -m kvtier.bench.long_doc_qa``."""
+"""``python -m kvtier.bench.long_doc_qa``: ``kvtier bench long-doc-qa``."""
 
 import sys
 
-from kvtier.bench.long_doc_qa.run import main
+from kvtier.cli.main import main
 
-sys.exit(main())
+sys.exit(main(["bench", "long-doc-qa", *sys.argv[1:]]))

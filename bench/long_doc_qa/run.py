@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvtier.bench.command import (
+    Steps,
     each_arm,
     emptied,
     failures,
     measuring,
-    run_command,
-    stepping,
     waiting,
     wrote,
 )
@@ -73,9 +71,6 @@ from kvtier.bench.report import Found, print_shown
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Ask
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 _OTHER_SERVER = "server"
 
 
@@ -97,13 +92,13 @@ def run(args: argparse.Namespace) -> int:
     """
     chosen(args, Workload, PRESETS)
     running, rounds = None, list[Round]()
-    with measuring(args, lambda: rounds and conclude(args, rounds, running, picture=False)) as bars:
+    with measuring(args, lambda: rounds and conclude(args, rounds, running, picture=False)):
         if args.base_url:
             running, words = client.connect(args.base_url, args.model, args.request_timeout)
-            _measure_running(args, running, words, bars, rounds)
+            _measure_running(args, running, words, rounds)
         else:
             for arm in each_arm(args.arms):
-                keep(args, rounds, measure(args, arm, bars))
+                keep(args, rounds, measure(args, arm))
     return conclude(args, rounds, running)
 
 
@@ -147,25 +142,20 @@ def conclude(
 
 
 def _measure_running(
-    args: argparse.Namespace,
-    asker: client.Client,
-    words: Sequence[int | str],
-    progress: Progress,
-    ended: list[Round],
+    args: argparse.Namespace, asker: client.Client, words: Sequence[int | str], ended: list[Round]
 ) -> None:
     """The cold round and the query round, into ``ended``. The server has no arm without a cache, so
     its first answers are the base."""
-    work = Workload.of(args, words)
-    rounds = Rounds(asker, work, _OTHER_SERVER, progress)
+    rounds = Rounds(asker, Workload.of(args, words), _OTHER_SERVER)
     rounds.pre_warm_up()
     ended.append(rounds.cold())
     time.sleep(args.settle_seconds)
     ended.append(rounds.query())
 
 
-def measure(args: argparse.Namespace, arm: Arm, progress: Progress) -> Round:
-    with engines_of(args, arm, progress) as engines:
-        return _three_rounds(args, arm, engines, progress)
+def measure(args: argparse.Namespace, arm: Arm) -> Round:
+    with engines_of(args, arm) as engines:
+        return _three_rounds(args, arm, engines)
 
 
 class Engines(NamedTuple):
@@ -178,7 +168,7 @@ class Engines(NamedTuple):
 
 
 @contextmanager
-def engines_of(args: argparse.Namespace, arm: Arm, progress: Progress) -> Iterator[Engines]:
+def engines_of(args: argparse.Namespace, arm: Arm) -> Iterator[Engines]:
     """An arm's servers, the first one started. Its NVMe folder and its companion end with them."""
     place = emptied(args.output_dir / "servers" / arm.name)
     (place / "nvme").mkdir()
@@ -194,42 +184,38 @@ def engines_of(args: argparse.Namespace, arm: Arm, progress: Progress) -> Iterat
         first, second = (
             own_server(args, arm, sizes, names, place / log) for log in ("server.log", "second.log")
         )
-        _start(arm, first, progress, ends)
+        _start(arm, first, ends)
         yield Engines(first, second, ends)
 
 
-def _start(arm: Arm, server: VllmServer, progress: Progress, ends: ExitStack) -> None:
-    with waiting(progress, f"{arm.name}: server starts"):
+def _start(arm: Arm, server: VllmServer, ends: ExitStack) -> None:
+    with waiting(f"{arm.name}: server starts"):
         ends.enter_context(server)
 
 
-def _three_rounds(
-    args: argparse.Namespace, arm: Arm, engines: Engines, progress: Progress
-) -> Round:
+def _three_rounds(args: argparse.Namespace, arm: Arm, engines: Engines) -> Round:
     server = engines.first
-    rounds = rounds_at(args, server, arm.name, progress)
+    rounds = rounds_at(args, server, arm.name)
     rounds.pre_warm_up()
     if arm.caches:
         rounds.warm_up()
         time.sleep(args.settle_seconds)
     if arm.restart_before_query:
-        with waiting(progress, f"{arm.name}: server restarts"):
+        with waiting(f"{arm.name}: server restarts"):
             server.restart()
-        rounds = rounds_at(args, server, arm.name, progress)
+        rounds = rounds_at(args, server, arm.name)
     elif arm.second_engine:
         server = engines.second
-        _start(arm, server, progress, engines.ends)
-        rounds = rounds_at(args, server, arm.name, progress)
+        _start(arm, server, engines.ends)
+        rounds = rounds_at(args, server, arm.name)
         rounds.pre_warm_up()
     return rounds.query()
 
 
-def rounds_at(
-    args: argparse.Namespace, server: VllmServer, name: str, progress: Progress
-) -> Rounds:
+def rounds_at(args: argparse.Namespace, server: VllmServer, name: str) -> Rounds:
     """The rounds of the arm ``name`` at a server that runs."""
     asker, words = client.connect(server.base_url, served_name(args.model), args.request_timeout)
-    return Rounds(asker, Workload.of(args, words), name, progress, mode_told(server.log))
+    return Rounds(asker, Workload.of(args, words), name, mode_told(server.log))
 
 
 def _sizes(args: argparse.Namespace) -> Sizes:
@@ -249,15 +235,9 @@ class Rounds:
     """The rounds of one arm. ``mode``: how its engine runs, where that is told."""
 
     def __init__(
-        self,
-        asker: client.Client,
-        workload: Workload,
-        arm: str,
-        progress: Progress,
-        mode: str | None = None,
+        self, asker: client.Client, workload: Workload, arm: str, mode: str | None = None
     ) -> None:
-        self._asker, self._workload, self._arm = asker, workload, arm
-        self._progress, self._mode = progress, mode
+        self._asker, self._workload, self._arm, self._mode = asker, workload, arm, mode
 
     def pre_warm_up(self) -> Sequence[client.Outcome]:
         return self._must_succeed(self._round("pre-warm-up", self._workload.pre_warm_up()))
@@ -282,7 +262,7 @@ class Rounds:
         return Round(arm, outcomes, client.hits_between(before, after), self._mode)
 
     def _round(self, name: str, asks: Sequence[Ask]) -> list[client.Outcome]:
-        advance = stepping(self._progress, f"{self._arm}: {name}", len(asks))
+        advance = Steps(f"{self._arm}: {name}", len(asks))
         return self._asker.run(asks, self._workload.max_inflight_requests, advance)
 
     def _must_succeed(self, outcomes: Sequence[client.Outcome]) -> Sequence[client.Outcome]:
@@ -309,11 +289,3 @@ def _subtitle(args: argparse.Namespace, running: client.Client | None) -> str:
         return "; ".join([*parts, *engine_facts()])
     parts += [f"vLLM {running.version}"] if running.version else []
     return "; ".join([*parts, "a server that ran already"])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(NAME, "Long Doc QA", add_arguments, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,14 +21,15 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kvtier.bench.flags import run_micro
-from kvtier.bench.report import Row, against, median_row
+from kvtier.bench.report import Row, against, in_turns, median_row
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, regions_of, slot_tensor
+from kvtier.gpu.blocks import nothing
+from kvtier.gpu.staged import Cuts
 
 CHUNK_TOKENS = 256
 _MIB = 576
@@ -71,33 +72,43 @@ MLA = [
 
 
 class Bench:
-    """The memory of one geometry: ``chunks`` chunks of blocks in random order, and as many
-    slots."""
+    """The memory of one geometry: an engine's blocks in random order, and as many slots.
 
-    def __init__(self, geometry: Geometry, megabytes: int) -> None:
-        self.geometry = geometry
-        self.chunks = max(2, -(-megabytes * 2**20 // geometry.chunk_bytes))
-        self.bytes = self.chunks * geometry.chunk_bytes
-        blocks = self.chunks * geometry.blocks_per_chunk
-        backing = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(backing, dtype=torch.uint8)
-        self.paged = memory.view(geometry.layers, blocks, geometry.row_bytes)
-        self.paged.random_(0, 256)
-        order = list(range(blocks))
+    Args:
+        geometry: of ``blocks``.
+        blocks: one allocation ``[layer, block, row]``, as vLLM's are.
+    """
+
+    def __init__(self, geometry: Geometry, blocks: torch.Tensor) -> None:
+        self.geometry, self.blocks = geometry, blocks
+        count, step = blocks.shape[1], geometry.blocks_per_chunk
+        self.chunks = count // step
+        self.bytes: int = self.chunks * geometry.chunk_bytes
+        blocks.random_(0, 256)
+        order = list(range(count))
         random.Random(1).shuffle(order)
-        step = geometry.blocks_per_chunk
-        self.block_ids = [order[start : start + step] for start in range(0, blocks, step)]
         self.pool = Pool(self.chunks, -(-geometry.chunk_bytes // 4096) * 4096)
         self.pool.populate(0, self.chunks)
-        self.parts = [
-            slot_tensor(self.pool.view(slot)[: geometry.chunk_bytes]) for slot in range(self.chunks)
+        self.jobs = [
+            (
+                slot_tensor(self.pool.view(slot)[: geometry.chunk_bytes]),
+                0,
+                order[slot * step : (slot + 1) * step],
+            )
+            for slot in range(self.chunks)
         ]
-        caches = {f"layer.{layer}": rows for layer, rows in enumerate(self.paged)}
-        self.copier = PagedBlocks(regions_of(caches, blocks), step)
+        caches = {f"layer.{layer}": rows for layer, rows in enumerate(blocks)}
+        self.copier = PagedBlocks(regions_of(caches, count), step, locked=self.cuts())
+
+    def cuts(self) -> Cuts:
+        """Which slots are page-locked."""
+        return nothing
 
     def memcpy(self, *, to_slots: bool) -> Work:
-        start, size = self.paged.data_ptr(), self.geometry.chunk_bytes
-        pairs = [(part.data_ptr(), start + index * size) for index, part in enumerate(self.parts)]
+        start, size = self.blocks.data_ptr(), self.geometry.chunk_bytes
+        pairs = [
+            (slot.data_ptr(), start + index * size) for index, (slot, _, _) in enumerate(self.jobs)
+        ]
         if not to_slots:
             pairs = [(source, target) for target, source in pairs]
 
@@ -108,48 +119,46 @@ class Bench:
         return copy_all
 
     def save(self) -> None:
-        for part, block_ids in zip(self.parts, self.block_ids, strict=True):
-            self.copier.save([(part, 0, block_ids)])
+        for job in self.jobs:
+            self.copier.save([job]).wait()
 
     def load(self) -> None:
-        for part, block_ids in zip(self.parts, self.block_ids, strict=True):
-            self.copier.load([(part, 0, block_ids)])
+        for job in self.jobs:
+            self.copier.load([job]).wait()
 
     def check(self) -> None:
+        """Raise when a copy is wrong, because the numbers would mean nothing."""
+        before = self.blocks.clone()
         self.save()
-        rows = self.parts[1].view(self.geometry.layers, self.geometry.blocks_per_chunk, -1)
-        if not torch.equal(rows, self.paged[:, self.block_ids[1]]):
-            raise SystemExit(f"{self.geometry.name}: wrong bytes in the slot")
+        self.blocks.zero_()
+        self.load()
+        if not torch.equal(before, self.blocks):
+            raise SystemExit(f"{self.geometry.name}: what was loaded is not what was saved")
 
     def close(self) -> None:
-        self.parts.clear()
+        self.jobs.clear()
+        del self.blocks, self.copier
         self.pool.close()
 
 
-class Moves(Protocol):
-    bytes: int
-    """Bytes that each of its works moves."""
-
-
 def measure(
-    bench: Moves, works: dict[str, Work], rounds: int, clock: Clock = time.thread_time
+    bench: Bench, works: dict[str, Work], rounds: int, clock: Clock = time.thread_time
 ) -> dict[str, list[float]]:
-    """GB/s of every work in every round. Rounds alternate. Each begins with the next work."""
-    names = list(works)
-    seen: dict[str, list[float]] = {name: [] for name in names}
-    for work in works.values():
+    """GB/s of every work in every round."""
+
+    def speed(work: Work) -> float:
+        start = clock()
         work()
-    for index in range(rounds):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            start = clock()
-            works[name]()
-            seen[name].append(bench.bytes / (clock() - start) / 1e9)
-    return seen
+        return bench.bytes / (clock() - start) / 1e9
+
+    return in_turns(works, speed, rounds)
 
 
 def measure_geometry(geometry: Geometry, rounds: int) -> list[Row]:
-    bench = Bench(geometry, _MIB)
+    chunks = -(-_MIB * 2**20 // geometry.chunk_bytes)
+    memory = mmap.mmap(-1, chunks * geometry.chunk_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    shape = (geometry.layers, chunks * geometry.blocks_per_chunk, geometry.row_bytes)
+    bench = Bench(geometry, torch.frombuffer(memory, dtype=torch.uint8).view(shape))
     bench.check()
     works: dict[str, Work] = {
         "memcpy to slots": bench.memcpy(to_slots=True),

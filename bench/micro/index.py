@@ -1,29 +1,36 @@
-"""The index alone: naming and looking up the chunks of a long prompt, and the memory of a chunk.
+"""The index alone: naming, looking up, loading and saving the chunks of a long prompt, and the
+memory of a chunk.
 
 ``python -m kvtier.bench.micro.index`` measures, in this process, a prompt of 32,768 tokens (128
-chunks of 256): the keys and the lookup when all chunks are held and when none is, and the bytes of
-Python memory of a chunk in RAM and of one only on NVMe. Tokens are a plain list of ints, as an
-engine has them.
+chunks of 256): the keys and the lookup when all chunks are held and when none is, a load, a save
+for which as many chunks leave, 16 chunks that a tier without a medium has, and the question to a
+server. Then the bytes of Python memory of a chunk in RAM and of one only on NVMe. Tokens are a
+plain list of ints, as an engine has them.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 from kvtier.bench.flags import run_micro
 from kvtier.bench.report import Row, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
+from kvtier.protocol import wire
+from kvtier.protocol.inbox import Inbox
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 
 TOKENS, CHUNK, CHUNKS, SLOT = 32_768, 256, 50_048, 4096
 OWNER = 1 << 127
 LAYOUT = ChunkLayout(fingerprint({"benchmark": "index"}), CHUNK, 16, (16,))
+PROMOTED = 16
 
 
 def prompt(draw: random.Random) -> list[int]:
@@ -53,6 +60,45 @@ def lookup_rows(rounds: int) -> list[Row]:
     }
     return [
         median_row(name, [milliseconds(work) for _ in range(rounds)], "ms", 0.3)
+        for name, work in cases.items()
+    ]
+
+
+def call_rows(rounds: int) -> list[Row]:
+    """Calls of a Store that move no bytes, and a question to a server without the server."""
+    draw, lane = random.Random(3), ManualLane(bound=1000)
+    store, below = Store(Pool(256, SLOT)), Store(Pool(2 * PROMOTED, SLOT), [(DictTier(1000), lane)])
+    runs = [LAYOUT.keys(prompt(draw)) for _ in range(6)]
+    short = [run[:PROMOTED] for run in runs]
+    fill(store, runs[0])
+    for run in short:
+        fill(below, run)
+        lane.run()
+    saved, promoted = cycle(runs), cycle(short)
+
+    def promote() -> None:
+        with below.load(next(promoted)) as lease:
+            lane.run()
+            if lease.poll().ready != PROMOTED:
+                raise SystemExit("a chunk did not come from the tier")
+
+    def question() -> None:
+        asked = wire.frame(wire.LookupCall(1, wire.joined(runs[0])))
+        inbox: Inbox[wire.Question] = Inbox(wire.Question)
+        inbox.room()[: len(asked)] = asked
+        inbox.filled(len(asked))
+        told = inbox.next()
+        assert isinstance(told, wire.LookupCall)
+        wire.split(told.keys)
+
+    cases = {
+        "load of 128 chunks in RAM": lambda: store.load(runs[0]).close(),
+        "save of 128 chunks over others": lambda: fill(store, next(saved)),
+        f"load of {PROMOTED} chunks that a tier has": promote,
+        "question of 128 keys, there and back": question,
+    }
+    return [
+        median_row(name, [milliseconds(work) for _ in range(rounds)], "ms")
         for name, work in cases.items()
     ]
 
@@ -94,5 +140,9 @@ class _Nothing(DictTier):
         return True
 
 
+def rows_of(given: argparse.Namespace) -> list[Row]:
+    return lookup_rows(given.rounds) + call_rows(given.rounds) + memory_rows()
+
+
 if __name__ == "__main__":
-    run_micro("index", __doc__, 500, lambda given: lookup_rows(given.rounds) + memory_rows())
+    run_micro("index", __doc__, 500, rows_of)

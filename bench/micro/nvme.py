@@ -36,7 +36,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from kvtier.bench.flags import run_micro
-from kvtier.bench.report import Row, against, median_row
+from kvtier.bench.report import Row, against, in_turns, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.base import Tier
@@ -152,7 +152,10 @@ def bandwidth(folder: Path, rounds: int, threads: int) -> list[Row]:
         writes[_HALVES], reads[_HALVES] = _ways(both, keys, default)
         for tier in (one, both):
             ends.callback(tier.close)
-        seen = [_timed(ways, chunks, rounds, threads) for ways in (writes, reads)]
+        seen = [
+            in_turns(ways, lambda way: _timed(way, chunks, threads), rounds)
+            for ways in (writes, reads)
+        ]
         return [
             row
             for at, (name, turns) in enumerate(zip(("write", "read"), seen, strict=True))
@@ -176,22 +179,11 @@ def _ways(tier: Tier, keys: Sequence[ChunkKey], buffers: Sequence[memoryview]) -
     return Way(write, buffers, forget), Way(read, buffers)
 
 
-def _timed(ways: dict[str, Way], chunks: int, rounds: int, threads: int) -> dict[str, list[Turn]]:
-    """Every way, once in a round. The first round, which gives the preallocated blocks their first
-    content, is left out."""
-    seen: dict[str, list[Turn]] = {name: [] for name in ways}
-    names = list(ways)
-    for round_ in range(rounds + 1):
-        first = round_ % len(names)
-        for name in names[first:] + names[:first]:
-            way = ways[name]
-            way.before()
-            used = _cpu_seconds()
-            speed = gigabytes_per_second(way.work, chunks, way.buffers, threads)
-            cpu = (_cpu_seconds() - used) / (chunks * way.buffers[0].nbytes / 2**30)
-            if round_:
-                seen[name].append(Turn(speed, cpu))
-    return seen
+def _timed(way: Way, chunks: int, threads: int) -> Turn:
+    way.before()
+    used = _cpu_seconds()
+    speed = gigabytes_per_second(way.work, chunks, way.buffers, threads)
+    return Turn(speed, (_cpu_seconds() - used) / (chunks * way.buffers[0].nbytes / 2**30))
 
 
 def _cpu_seconds() -> float:

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import redis
 
 from kvtier.bench.flags import run_micro
 from kvtier.bench.processes.companion import RUN_BYTES, redis_benchmark, redis_server
-from kvtier.bench.report import Row, against, median_row
+from kvtier.bench.report import Row, against, in_turns, median_row
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.pool import Pool
 from kvtier.tiers.redis.layout import PART_BYTES, Form
@@ -63,23 +64,17 @@ def rows_of(name: str, url: str, where: Sequence[str], rounds: int) -> list[Row]
     names = _THREAD_CHUNKS * count * -(-size // form.part_bytes)
     layout = ChunkLayout(bytes(32), 1, 1, (size,))
     keys = [layout.keys([thread] * _THREAD_CHUNKS) for thread in range(count)]
-    seen: dict[str, list[float]] = {
-        one: [] for way, (test, _) in SHARES.items() for one in (test, way)
-    }
     with (
         closing(RedisTier(servers, form, 1 << 40, size)) as tier,
         closing(Pool(count, size)) as pool,
     ):
         for slot in range(count):
             pool.view(slot)[:] = os.urandom(size)
-        for number in range(rounds + 1):
-            for way, (test, _) in SHARES.items():
-                bare = redis_benchmark(where, test, form.part_bytes, names, count)
-                own = speed(tier, way, pool, keys)
-                if number:  # the first round opens connections and allocates memory
-                    seen[test].append(bare)
-                    seen[way].append(own)
-        rows = []
+        works: dict[str, Callable[[], float]] = {}
+        for way, (test, _) in SHARES.items():
+            works[test] = partial(redis_benchmark, where, test, form.part_bytes, names, count)
+            works[way] = partial(speed, tier, way, pool, keys)
+        seen, rows = in_turns(works, lambda work: work(), rounds), []
         for way, (test, share) in SHARES.items():
             rows.append(median_row(f"{name}: redis-benchmark {test}", seen[test], "GB/s"))
             rows.append(against(f"{name}: {way}", seen[way], seen[test], share))

@@ -26,7 +26,7 @@ from kvtier.bench.micro.nvme import (
     make_buffers,
     make_keys,
 )
-from kvtier.bench.report import Row, against, median_row
+from kvtier.bench.report import Row, against, in_turns, median_row
 from kvtier.core.chunk import ChunkKey
 from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -48,8 +48,7 @@ def read(tier: Tier, keys: Sequence[ChunkKey]) -> Work:
 
 
 def measure(folder: Path, rounds: int, threads: int) -> list[Row]:
-    """Rows of write and read, plain and sealed. The first round, which gives the preallocated
-    blocks their first content, is left out."""
+    """Rows of write and read, plain and sealed."""
     chunk_bytes, chunks = CHUNK_BYTES, CHUNKS
     keys, buffers = make_keys(chunks), make_buffers(BUFFERS, chunk_bytes)
     stored = sealed_bytes(chunk_bytes)
@@ -59,17 +58,15 @@ def measure(folder: Path, rounds: int, threads: int) -> list[Row]:
         "NvmeTier": plain,
         "sealed NvmeTier": SealedTier(inner, os.urandom(KEY_BYTES), chunk_bytes),
     }
+
+    def speed(work: Work) -> float:
+        return gigabytes_per_second(work, chunks, buffers, threads)
+
     rows = []
     for verb in (write, read):
         works = {name: verb(tier, keys) for name, tier in tiers.items()}
-        seen = {name: list[float]() for name in tiers}
-        for round_ in range(rounds + 1):
-            for name in list(works)[:: 1 if round_ % 2 else -1]:
-                speed = gigabytes_per_second(works[name], chunks, buffers, threads)
-                if round_:
-                    seen[name].append(speed)
         about = f"{verb.__name__}, {threads} thread{'s' * (threads > 1)}"
-        without, sealed = seen.values()
+        without, sealed = in_turns(works, speed, rounds).values()
         rows.append(median_row(f"NvmeTier {about}", without, "GB/s"))
         rows.append(against(f"sealed NvmeTier {about} (ratio to plain)", sealed, without, 1.0))
     for tier in tiers.values():

@@ -26,7 +26,7 @@ from functools import partial
 from kvtier.api import KVStore
 from kvtier.bench.flags import run_micro
 from kvtier.bench.processes.companion import SOCKET, companion, listens, run_folder
-from kvtier.bench.report import Row, against, median_row
+from kvtier.bench.report import Row, against, in_turns, median_row
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkKey, ChunkLayout
@@ -75,7 +75,7 @@ class Attached:
     KV. Both return the bytes that were moved."""
 
     def __init__(self, cache: KVStore, layout: ChunkLayout) -> None:
-        self._cache, self._layout = cache, layout
+        self._cache, self._layout, self.saved = cache, layout, 0
         self._kv = memoryview(bytearray(os.urandom(layout.chunk_bytes)))
 
     def save(self, prompt: int) -> int:
@@ -84,6 +84,7 @@ class Attached:
             for view in views:
                 view[: len(self._kv)] = self._kv
             lease.commit()
+        self.saved += 1
         return len(views) * len(self._kv)
 
     def load(self, prompt: int) -> int:
@@ -146,38 +147,36 @@ def saving_engine(path: str) -> Iterator[None]:
 
 def save_for_ever(path: str) -> None:
     layout = layout_of(_CHUNK_BYTES, 1)
-    client, prompt = client_of(path, layout), 0
+    client = client_of(path, layout)
     assert client.pool is not None
     client.pool.populate(0, client.pool.slots)
     engine = Attached(client, layout)
     print("warm", flush=True)
     while True:
-        engine.save(prompt := prompt + 1)
+        engine.save(engine.saved)
 
 
 def bytes_rows(layout: ChunkLayout, rounds: int) -> list[Row]:
     """Each round saves new prompts over the last round's, then loads them."""
     slots = _POOL_BYTES // layout.slot_bytes
     prompts = slots // _RUN
-    seen: dict[tuple[str, str], list[float]] = {}
+
+    def turn(arm: Attached) -> tuple[float, float]:
+        todo = range(arm.saved, arm.saved + prompts)
+        return speed(arm.save, todo), speed(arm.load, todo)
+
     with server(_POOL_BYTES) as (path, _), ExitStack() as ends:
         caches: dict[str, KVStore] = {
             "embedded": Store(Pool(slots, layout.slot_bytes)),
             "served": client_of(path, layout),
         }
-        both = {name: Attached(cache, layout) for name, cache in caches.items()}
         for cache in caches.values():
             ends.callback(cache.close)
-        for round_ in range(rounds + 1):
-            todo = range(round_ * prompts, (round_ + 1) * prompts)
-            for name in list(both) if round_ % 2 else list(both)[::-1]:
-                save, load = speed(both[name].save, todo), speed(both[name].load, todo)
-                if round_:  # the first round touches every page for the first time
-                    seen.setdefault((name, "save"), []).append(save)
-                    seen.setdefault((name, "load"), []).append(load)
+        arms = {name: Attached(cache, layout) for name, cache in caches.items()}
+        seen = in_turns(arms, turn, rounds)
     rows = []
-    for verb in ("save", "load"):
-        own, served = seen["embedded", verb], seen["served", verb]
+    for at, verb in enumerate(("save", "load")):
+        own, served = ([pair[at] for pair in pairs] for pairs in seen.values())
         rows.append(median_row(f"{verb}, embedded Store", own, "GB/s"))
         rows.append(against(f"{verb}, served (ratio to embedded)", served, own, _SHARE))
     return rows

@@ -1,7 +1,7 @@
-"""``python -m kvtier.bench.multi_turn``."""
+"""``python -m kvtier.bench.multi_turn``: ``kvtier bench multi-turn``."""
 
 import sys
 
-from kvtier.bench.multi_turn.run import main
+from kvtier.cli.main import main
 
-sys.exit(main())
+sys.exit(main(["bench", "multi-turn", *sys.argv[1:]]))

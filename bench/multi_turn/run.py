@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtier.bench.command import (
+    Steps,
     each_arm,
     emptied,
     failures,
     measuring,
-    run_command,
-    stepping,
     waiting,
     wrote,
 )
@@ -48,9 +46,6 @@ from kvtier.bench.report import print_shown
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Ask, as_prompt
 from kvtier.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 _ROUTER = "haproxy -db -f deploy/routing/haproxy.cfg"
 _KILLED = 0
@@ -86,12 +81,12 @@ def run(args: argparse.Namespace) -> int:
     """
     _check(args)
     runs: list[Run] = []
-    with measuring(args, lambda: runs and conclude(args, runs)) as progress:
+    with measuring(args, lambda: runs and conclude(args, runs)):
         if args.base_url:
-            runs.append(_running(args, progress))
+            runs.append(_running(args))
         else:
             for arm in each_arm(args.arms):
-                runs.append(_arm(args, arm, progress))
+                runs.append(_arm(args, arm))
                 write(args.output_dir, runs, workload=_shape(args))
     return conclude(args, runs)
 
@@ -124,22 +119,22 @@ def _check(args: argparse.Namespace) -> None:
         require_router(args.router)
 
 
-def _running(args: argparse.Namespace, progress: Progress) -> Run:
+def _running(args: argparse.Namespace) -> Run:
     asker, words = client.connect(args.base_url, args.model, args.request_timeout)
     work = Conversations.of(args, words)
-    advance = stepping(progress, RUNNING, work.sessions * work.turns)
+    advance = Steps(RUNNING, work.sessions * work.turns)
     return Run(RUNNING, Talk(asker, work, True, advance).run(), None)
 
 
-def _arm(args: argparse.Namespace, arm: Arm, progress: Progress) -> Run:
+def _arm(args: argparse.Namespace, arm: Arm) -> Run:
     place = emptied(args.output_dir / "servers" / arm.name)
     with ExitStack() as ends:
-        with waiting(progress, f"{arm.name}: engines"):
+        with waiting(f"{arm.name}: engines"):
             running = ends.enter_context(fleet(args, arm, _sizes(args), place))
-        return _measured(args, arm, running, progress)
+        return _measured(args, arm, running)
 
 
-def _measured(args: argparse.Namespace, arm: Arm, running: Fleet, progress: Progress) -> Run:
+def _measured(args: argparse.Namespace, arm: Arm, running: Fleet) -> Run:
     name = served_name(args.model)
     for index, engine in enumerate(running.engines):
         asker, words = client.connect(engine.base_url, name, args.request_timeout)
@@ -150,7 +145,7 @@ def _measured(args: argparse.Namespace, arm: Arm, running: Fleet, progress: Prog
     before, pause = running.hits(), None
     if args.kill_after_turn:
         pause = Pause(args.kill_after_turn, lambda: running.kill(_KILLED))
-    advance = stepping(progress, arm.name, work.sessions * work.turns)
+    advance = Steps(arm.name, work.sessions * work.turns)
     turns = Talk(asker, work, arm.sticky, advance, pause).run()
     hits = client.hits_between(before, running.hits())
     killed = f"engine-{_KILLED + 1}" if pause else ""
@@ -168,11 +163,3 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     own = ("kill_after_turn", "gpu_conversations", "dtype", "chunk_tokens")
     shape |= {"model": served_name(args.model), "router": args.router[0]}
     return shape | {name: getattr(args, name) for name in own}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(NAME, "Multi-turn conversations", add_arguments, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

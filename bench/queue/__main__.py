@@ -1,7 +1,7 @@
-"""``python -m kvtier.bench.queue``."""
+"""``python -m kvtier.bench.queue``: ``kvtier bench queue``."""
 
 import sys
 
-from kvtier.bench.queue.run import main
+from kvtier.cli.main import main
 
-sys.exit(main())
+sys.exit(main(["bench", "queue", *sys.argv[1:]]))

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from kvtier.bench.command import run_command, wrote
+from kvtier.bench.command import wrote
 from kvtier.bench.flags import between, positive
 from kvtier.bench.queue.report import NAME, Felt, first_come, print_table, rows_of
 from kvtier.bench.queue.traffic import KINDS, traffic
@@ -210,11 +209,3 @@ def _shown(trace: Trace, args: argparse.Namespace) -> str:
         f"{name_of(args)}: {len(trace.requests):,} requests, {asked:,} chunks of "
         f"{trace.block_tokens} tokens, {unique(trace.requests):,} of them different"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(NAME, "Time to the first token behind a queue", add_arguments, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

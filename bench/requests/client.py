@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtier.bench.model import generated_text
@@ -145,30 +145,19 @@ class Client:
             return list(await asyncio.gather(*map(one, asks)))
 
     async def ask(
-        self,
-        session: aiohttp.ClientSession,
-        ask: Ask,
-        outcome: Outcome,
-        begun: float,
-        on_event: Callable[[], None] = lambda: None,
+        self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float
     ) -> None:
-        """One request, into ``outcome``. A failure is in there too. ``on_event`` is called after
-        each streamed event."""
+        """One request, into ``outcome``. A failure is in there too."""
         import aiohttp
 
         try:
-            await self._stream(session, ask, outcome, begun, on_event)
+            await self._stream(session, ask, outcome, begun)
         except (aiohttp.ClientError, TimeoutError, RequestError, ValueError) as error:
             outcome.successful, outcome.error = False, f"{type(error).__name__}: {error}"
         outcome.request_end = time.perf_counter() - begun
 
     async def _stream(
-        self,
-        session: aiohttp.ClientSession,
-        ask: Ask,
-        outcome: Outcome,
-        begun: float,
-        on_event: Callable[[], None],
+        self, session: aiohttp.ClientSession, ask: Ask, outcome: Outcome, begun: float
     ) -> None:
         async with session.post(f"{self.base_url}/v1/completions", json=self._body(ask)) as reply:
             if reply.status != 200:
@@ -181,7 +170,6 @@ class Client:
                 _take(event, outcome)
                 if outcome.ttft is None and (outcome.tokens or outcome.text):
                     outcome.ttft = time.perf_counter() - begun - outcome.request_start
-                on_event()
         outcome.successful = outcome.ttft is not None
         if not outcome.successful:
             outcome.error = outcome.error or "the server answered without a single token"
@@ -231,13 +219,12 @@ def connect(
     base_url = base_url.rstrip("/").removesuffix("/v1")
     if model is None:
         model = str(_ask(f"{base_url}/v1/models")["data"][0]["id"])
-    text = generated_text(_SAMPLE_WORDS, seed=0)
+    text, client = generated_text(_SAMPLE_WORDS, seed=0), Client(base_url, model, True, timeout_s)
     try:
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        tokens = _ask(f"{base_url}/tokenize", body)["tokens"]
+        tokens = tokenize(client, text)
     except (RequestError, KeyError, TypeError):
-        return Client(base_url, model, False, timeout_s), sorted(set(text.split()))
-    return Client(base_url, model, True, timeout_s, _version(base_url)), sorted(set(tokens))
+        return replace(client, vllm=False), sorted(set(text.split()))
+    return replace(client, version=_version(base_url)), sorted(set(tokens))
 
 
 def all_succeeded(who: str, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
@@ -284,11 +271,9 @@ def _version(base_url: str) -> str | None:
 def hit_counters(base_url: str) -> dict[str, float] | None:
     """Prompt tokens that came from each tier so far. None where the server does not say."""
     try:
-        with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
-            text = reply.read().decode()
-    except (urllib.error.URLError, OSError):
+        return parse_hits(_metrics(base_url))
+    except RequestError:
         return None
-    return parse_hits(text)
 
 
 def parse_hits(metrics: str) -> dict[str, float] | None:
@@ -311,15 +296,18 @@ def span_tokens(base_url: str) -> Counter[str]:
     """Prompt tokens that kvtier took from homes (``moved``) and that it computed in place
     (``computed``) so far. vLLM counts both as cached. Raises RequestError when the server does not
     answer."""
-    try:
-        with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
-            found = _SPAN_TOKENS.findall(reply.read().decode())
-    except (urllib.error.URLError, OSError) as error:
-        raise RequestError(f"{base_url}/metrics does not answer: {error}") from error
     told = Counter[str]()
-    for kind, value in found:
+    for kind, value in _SPAN_TOKENS.findall(_metrics(base_url)):
         told[kind] += int(float(value))
     return told
+
+
+def _metrics(base_url: str) -> str:
+    try:
+        with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as reply:
+            return str(reply.read().decode())
+    except (urllib.error.URLError, OSError) as error:
+        raise RequestError(f"{base_url}/metrics does not answer: {error}") from error
 
 
 def _ask(url: str, body: dict[str, Any] | None = None) -> Any:

@@ -1,7 +1,7 @@
-"""``python -m kvtier.bench.spans``."""
+"""``python -m kvtier.bench.spans``: ``kvtier bench spans``."""
 
 import sys
 
-from kvtier.bench.spans.run import main
+from kvtier.cli.main import main
 
-sys.exit(main())
+sys.exit(main(["bench", "spans", *sys.argv[1:]]))

@@ -15,11 +15,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from kvtier.bench.command import stepping, waiting
+from kvtier.bench.command import Steps, waiting
 from kvtier.bench.processes.engine import cache_args, cpu_env, engine, served_name, transfer
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Ask, Client, Outcome
@@ -28,9 +28,6 @@ from kvtier.bench.spans.arms import ARMS, FULL, ONE_SERVER, Arm, Question, as_as
 from kvtier.bench.spans.report import Answers, Results, Run, answers
 from kvtier.core.errors import ConfigError
 from kvtier.spans import Order, homes
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 _FORM = '{"anchor": "<s>You answer.", "documents": ["...", "..."], "question": "..."}'
 _UNCACHED = {"kvtier.cache": False}
@@ -108,19 +105,19 @@ def _question(path: Path, number: int, line: str, asker: Client) -> Question:
     return Question(tokens[0], tokens[1:-1], tokens[-1])
 
 
-def ask_running(args: argparse.Namespace, progress: Progress) -> Asked:
+def ask_running(args: argparse.Namespace) -> Asked:
     """The user's prompts, on the server of ``--base-url``."""
     asker, _ = client.connect(args.base_url, args.model, args.request_timeout)
     if not asker.vllm:
         raise ConfigError(f"--base-url {args.base_url}: expected vLLM's own server, with /tokenize")
     prompts = Prompts(read(args.prompts, asker), args.output_len)
-    return _all_arms(args, prompts, asker, progress)
+    return _all_arms(args, prompts, asker)
 
 
-def ask_toy(args: argparse.Namespace, progress: Progress) -> Asked:
+def ask_toy(args: argparse.Namespace) -> Asked:
     """The toy's questions, on a server that is started here. The toy is trained before, once."""
     train = importlib.import_module("kvtier.bench.spans.train")
-    with waiting(progress, "the toy: some minutes, unless it is trained"):
+    with waiting("the toy: some minutes, unless it is trained"):
         args.model = str(train.make_toy(args.output_dir / "toy"))
     args.dtype, args.block_size, args.chunk_tokens = "float32", _TOY_BLOCK, _TOY_BLOCK
     asked = toy.questions(args.requests * args.rounds, args.zipf, args.seed)
@@ -131,16 +128,14 @@ def ask_toy(args: argparse.Namespace, progress: Progress) -> Asked:
     env |= {"KVTIER_RAM_BYTES": "1GiB"} | cpu_env(1)
     server = engine(args, _TOY_BLOCK, space, env, args.output_dir / "server.log")
     with contextlib.ExitStack() as running:
-        with waiting(progress, "server"):
+        with waiting("server"):
             running.enter_context(server)
         name = served_name(args.model)
         asker, _ = client.connect(server.base_url, name, args.request_timeout)
-        return _all_arms(args, prompts, asker, progress)
+        return _all_arms(args, prompts, asker)
 
 
-def _all_arms(
-    args: argparse.Namespace, prompts: Prompts, asker: Client, progress: Progress
-) -> Asked:
+def _all_arms(args: argparse.Namespace, prompts: Prompts, asker: Client) -> Asked:
     """Raises RequestError when the server does not answer, or takes no document from its home."""
     warm: Sequence[Outcome] = ()
     runs = []
@@ -149,9 +144,9 @@ def _all_arms(
     for arm in args.arms or ONE_SERVER:
         if arm.first is not None and not warm:
             asks = prompts.homes(args.chunk_tokens)
-            step = stepping(progress, "homes", len(asks))
+            step = Steps("homes", len(asks))
             warm = client.all_succeeded("homes", asker.run(asks, 1, step))
-        runs.append(_arm(args, arm, prompts, asker, warm, progress))
+        runs.append(_arm(args, arm, prompts, asker, warm))
     cold = [run for run in runs if run.arm.name == FULL]
     full: dict[Order, Answers] = {"given": answers(cold[0].good)} if cold else {}
     known = {(0, index): one for index, one in enumerate(prompts.known)}
@@ -169,15 +164,10 @@ def _all_arms(
 
 
 def _arm(
-    args: argparse.Namespace,
-    arm: Arm,
-    prompts: Prompts,
-    asker: Client,
-    warm: Sequence[Outcome],
-    progress: Progress,
+    args: argparse.Namespace, arm: Arm, prompts: Prompts, asker: Client, warm: Sequence[Outcome]
 ) -> Run:
     asks = prompts.asks(arm)
-    step = stepping(progress, arm.name, len(asks))
+    step = Steps(arm.name, len(asks))
     hits, spans = client.hit_counters(asker.base_url), client.span_tokens(asker.base_url)
     found = asker.run(asks, args.max_inflight_requests, step)
     hits_after = client.hit_counters(asker.base_url)

@@ -170,9 +170,9 @@ class Results:
             return None
         return agreement(answers(run.good), self.full[order])
 
-    def by_kind(self, run: Run) -> dict[str, dict[str, Any]]:
-        """For each kind of question: how many were asked, how many answers are right, and how they
-        agree with full prefill's. Empty where no answer is known."""
+    def by_kind(self, run: Run) -> dict[str, dict[str, int]]:
+        """For each kind of question: how many were asked, and how many answers are right. Empty
+        where no answer is known."""
         found = answers(run.good)
         kinds = dict.fromkeys(known.kind for known in self.known.values())
         told = {}
@@ -181,8 +181,7 @@ class Results:
             right = sum(
                 list(one.tokens[:1]) == [self.known[key].answer] for key, one in ours.items()
             )
-            full = agreement(ours, self.full.get(run.arm.order, {}))
-            told[kind] = {"asked": len(ours), "right": right, "as_full_prefill": full.as_json()}
+            told[kind] = {"asked": len(ours), "right": right}
         return told
 
     @property

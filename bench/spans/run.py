@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtier.bench.command import (
+    Steps,
     each_arm,
     emptied,
     failures,
     measuring,
-    run_command,
-    stepping,
     waiting,
     wrote,
 )
@@ -54,9 +51,6 @@ from kvtier.bench.spans.report import NAME, Answers, Results, Run, answers, show
 from kvtier.core.errors import ConfigError
 from kvtier.spans import Order
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arms = {arm.name: arm for arm in RUN}
@@ -82,16 +76,16 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     runs, orders = list[Run](), dict[Order, Answers]()
     results, shape = Results(runs, orders), shape_of(args, Retrieval)
-    with measuring(args, lambda: runs and conclude(args, results, shape)) as progress:
+    with measuring(args, lambda: runs and conclude(args, results, shape)):
         if args.base_url:
-            results, shape = ask_running(args, progress)
+            results, shape = ask_running(args)
         elif args.toy:
-            results, shape = ask_toy(args, progress)
+            results, shape = ask_toy(args)
         else:
             shape = own_shape(args)
             args.arms = args.arms or DEFAULT
             for arm in each_arm(args.arms):
-                runs.append(_arm(args, arm, orders, progress))
+                runs.append(_arm(args, arm, orders))
                 write(args.output_dir, results, workload=shape)
     return conclude(args, results, shape)
 
@@ -127,21 +121,21 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progress: Progress) -> Run:
+def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers]) -> Run:
     """One arm from its server's start to its stop. The arm ``none`` fills ``full`` too."""
     emptied(args.output_dir / "servers" / arm.name)
     server = _server(args, arm)
     with contextlib.ExitStack() as running:
-        with waiting(progress, f"{arm.name}: server"):
+        with waiting(f"{arm.name}: server"):
             running.enter_context(server)
         asker, words = client.connect(
             server.base_url, served_name(args.model), args.request_timeout
         )
         work = Retrieval.of(args, [word for word in words if isinstance(word, int)])
         client.all_succeeded(f"arm {arm.name}", asker.run(work.warm_up(), 1, lambda: None))
-        homes = _homes(args, arm, asker, work, progress)
+        homes = _homes(args, arm, asker, work)
         before = client.hit_counters(server.base_url)
-        rounds = _rounds(args, arm.name, asker, work, arm, progress)
+        rounds = _rounds(args, arm.name, asker, work, arm)
         hits = client.hits_between(before, client.hit_counters(server.base_url))
         spans = client.span_tokens(server.base_url)
         found = Run(arm, rounds, hits, homes, spans["computed"], spans["moved"])
@@ -150,34 +144,27 @@ def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers], progres
             if any(other.order == "stable" for other in args.arms):
                 name = f"{arm.name}, stable order"
                 sorted_arm = replace(arm, order="stable")
-                again = _rounds(args, name, asker, work, sorted_arm, progress)
+                again = _rounds(args, name, asker, work, sorted_arm)
                 full["stable"] = answers([outcome for one in again for outcome in one])
     return found
 
 
 def _rounds(
-    args: argparse.Namespace,
-    name: str,
-    asker: Client,
-    work: Retrieval,
-    arm: Arm,
-    progress: Progress,
+    args: argparse.Namespace, name: str, asker: Client, work: Retrieval, arm: Arm
 ) -> list[list[Outcome]]:
-    step = stepping(progress, name, args.rounds * args.requests)
+    step = Steps(name, args.rounds * args.requests)
     inflight = args.max_inflight_requests
     rounds = [work.asks(number, arm.order, arm.first) for number in range(args.rounds)]
     return [asker.run(asks, inflight, step) for asks in rounds]
 
 
-def _homes(
-    args: argparse.Namespace, arm: Arm, asker: Client, work: Retrieval, progress: Progress
-) -> list[Outcome]:
+def _homes(args: argparse.Namespace, arm: Arm, asker: Client, work: Retrieval) -> list[Outcome]:
     """Warm the documents of all rounds, one at a time; only for an arm that takes them from there.
     Raises RequestError when that fails."""
     if arm.first is None:
         return []
     asks = [ask for number in range(args.rounds) for ask in work.homes(number, args.chunk_tokens)]
-    step = stepping(progress, f"{arm.name}: homes", len(asks))
+    step = Steps(f"{arm.name}: homes", len(asks))
     return list(client.all_succeeded(f"arm {arm.name}", asker.run(asks, 1, step)))
 
 
@@ -192,11 +179,3 @@ def _server(args: argparse.Namespace, arm: Arm) -> VllmServer:
 def own_shape(args: argparse.Namespace) -> dict[str, Any]:
     own = {"dtype": args.dtype, "block_size": args.block_size, "chunk_tokens": args.chunk_tokens}
     return shape_of(args, Retrieval) | {"model": served_name(args.model)} | own
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(NAME, "Retrieved documents", add_arguments, run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,33 +33,25 @@ from torch.nn import functional
 from kvtier.bench.model import made
 from kvtier.bench.spans import toy
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
+CONFIG = {
     "vocab_size": len(toy.WORDS),
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "pad_token_id": 2,
-    "dtype": "float32",
 }
-Weights = dict[str, Tensor]
+"""Of transformers' Llama. What is not here is as it has it."""
 STEPS = 600
 _BATCH, _QUESTIONS = 16, 20
 _LENGTHS, _GAP = (toy.SHORTEST, toy.SHORTEST + 8), 16
 _RATE, _WARM_UP = 2e-3, 30
-_VERSION = 1
+_GAINS = {"embed_tokens": 1.0, "lm_head": 0.6 * CONFIG["hidden_size"] ** -0.5}
+"""Deviations of weights that differ from those of a layer."""
+_LEAST_SHARE = 1e-9
+_VERSION = 2
 
 
 class Batch(NamedTuple):
@@ -116,112 +108,58 @@ def _questions(draw: random.Random, asked: Sequence[toy.Asked]) -> Iterator[toy.
         yield draw.choice(by_kind[draw.choice(list(by_kind))])
 
 
-def drawn(seed: int) -> Weights:
-    """Random weights, with the names of a published Llama's, so that vLLM can read them."""
-    chance = torch.Generator().manual_seed(seed)
-    width, inner, size = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    heads, kv_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
-    shapes = {
-        "self_attn.q_proj": (heads * size, width),
-        "self_attn.k_proj": (kv_heads * size, width),
-        "self_attn.v_proj": (kv_heads * size, width),
-        "self_attn.o_proj": (width, heads * size),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    words = (CONFIG["vocab_size"], width)
-    weights = {"model.embed_tokens": torch.randn(words, generator=chance)}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        for name, shape in shapes.items():
-            matrix = 0.7 * shape[1] ** -0.5 * torch.randn(shape, generator=chance)
-            weights[f"model.layers.{layer}.{name}"] = matrix
-        weights |= {f"model.layers.{layer}.{name}": torch.ones(width) for name in norms}
-    weights |= {"model.norm": torch.ones(width)}
-    weights |= {"lm_head": 0.6 * width**-0.5 * torch.randn(words, generator=chance)}
-    return {f"{name}.weight": weight.requires_grad_() for name, weight in weights.items()}
+def drawn(seed: int) -> Any:
+    """A Llama with random weights."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(**CONFIG, attn_implementation="eager")
+    model, chance = transformers.LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                gain = _GAINS.get(name.split(".")[-2], 0.7 * weight.shape[1] ** -0.5)
+                weight.normal_(0, gain, generator=chance)
+    return model
 
 
-def forward(weights: Weights, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """Scores of all tokens at each answer's place, and of each layer the first head's scores."""
-    size, length = CONFIG["head_dim"], batch.tokens.shape[1]
-    turns = CONFIG["rope_theta"] ** -(torch.arange(0, size, 2) / size)
-    angles = (batch.positions[:, None, :, None] * turns).repeat(1, 1, 1, 2)
-    unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
-    hidden = weights["model.embed_tokens.weight"][batch.tokens]
-    looked = []
-    for layer in range(CONFIG["num_hidden_layers"]):
-        mark = f"model.layers.{layer}."
-        own = {
-            name.removeprefix(mark).split(".")[-2]: weight
-            for name, weight in weights.items()
-            if name.startswith(mark)
-        }
-        out, scores = _attention(own, _normed(hidden, own["input_layernorm"]), angles, unseen)
-        hidden = hidden + out
-        x = _normed(hidden, own["post_attention_layernorm"])
-        gate, up = x @ own["gate_proj"].T, x @ own["up_proj"].T
-        hidden = hidden + functional.silu(gate) * up @ own["down_proj"].T
-        looked.append(scores[:, 0])
-    asked = hidden[batch.answers[:, 0], batch.answers[:, 1]]
-    out = _normed(asked, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
-    return out, looked
+def forward(model: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """Scores of all tokens at each answer's place, and how much of its attention the first head of
+    each layer gives to each place."""
+    every = torch.ones_like(batch.tokens)  # without it, gaps in positions would part the prompt
+    out = model.model(batch.tokens, every, batch.positions, output_attentions=True, use_cache=False)
+    asked = out.last_hidden_state[batch.answers[:, 0], batch.answers[:, 1]]
+    return model.lm_head(asked), [shares[:, 0] for shares in out.attentions]
 
 
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + CONFIG["rms_norm_eps"]).rsqrt() * weight
-
-
-def _attention(
-    own: Mapping[str, Tensor], x: Tensor, angles: Tensor, unseen: Tensor
-) -> tuple[Tensor, Tensor]:
-    def split(name: str) -> Tensor:
-        return (x @ own[name].T).unflatten(-1, (-1, CONFIG["head_dim"])).transpose(1, 2)
-
-    query, key = _rotated(split("q_proj"), angles), _rotated(split("k_proj"), angles)
-    shared = CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
-    key, value = (one.repeat_interleave(shared, 1) for one in (key, split("v_proj")))
-    scores = query @ key.transpose(-1, -2) / CONFIG["head_dim"] ** 0.5
-    scores = scores.masked_fill(unseen, float("-inf"))
-    out = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
-    return out @ own["o_proj"].T, scores
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return x * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
-
-
-def train(steps: int, seed: int) -> Weights:
+def train(steps: int, seed: int) -> Any:
     """The same steps and seed give the same weights on the same machine."""
-    draw, weights = random.Random(seed), drawn(seed)
-    learn = torch.optim.AdamW(weights.values(), betas=(0.9, 0.98), weight_decay=0.01)
+    draw, model = random.Random(seed), drawn(seed)
+    learn = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         counts = (2, 3) if step < steps / 5 else (2, 4, 6)
         batch = draw_batch(draw, _BATCH, draw.choice(counts), _LENGTHS, _GAP)
         left = min(1.0, 2 * (1 - step / steps))
         for group in learn.param_groups:
             group["lr"] = _RATE * max(0.05, left) * min(1.0, (step + 1) / _WARM_UP)
-        answers, looked = forward(weights, batch)
+        answers, looked = forward(model, batch)
         loss = functional.cross_entropy(answers, batch.answers[:, 2])
-        for layer, scores in enumerate(looked):
+        for layer, shares in enumerate(looked):
             _, row, place, target = batch.looks[batch.looks[:, 0] == layer].unbind(1)
             if len(row):
-                loss = loss + functional.cross_entropy(scores[row, place], target)
+                loss = loss - shares[row, place, target].clamp_min(_LEAST_SHARE).log().mean()
         learn.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         learn.step()
-    return {name: weight.detach() for name, weight in weights.items()}
+    return model
 
 
-def accuracy(weights: Weights, batches: int = 10, seed: int = 1) -> dict[str, float]:
+def accuracy(model: Any, batches: int = 10, seed: int = 1) -> dict[str, float]:
     """Of each kind, over prompts as the benchmark has them, computed in full."""
     draw, right = random.Random(f"check {seed}"), dict[str, list[bool]]()
     for _ in range(batches):
         batch = draw_batch(draw, 2, toy.FOUND, toy.LENGTHS, gap=0)
-        answers, _ = forward(weights, batch)
+        with torch.no_grad():
+            answers, _ = forward(model, batch)
         found = answers.argmax(-1) == batch.answers[:, 2]
         for kind, one in zip(batch.kinds, found.tolist(), strict=True):
             right.setdefault(kind, []).append(one)
@@ -239,11 +177,11 @@ def make_toy(directory: str | Path, steps: int = STEPS, seed: int = 0) -> Path:
         threads, begun = torch.get_num_threads(), time.monotonic()
         torch.set_num_threads(1)
         try:
-            weights = train(steps, seed)
-            found = accuracy(weights)
+            model = train(steps, seed)
+            found = accuracy(model)
         finally:
             torch.set_num_threads(threads)
-        _save(folder, weights)
+        _save(folder, model)
         facts = {"accuracy": found, "seconds": round(time.monotonic() - begun, 1)}
         text = json.dumps(facts, indent=2) + "\n"
         (folder / "training.json").write_text(text, encoding="utf-8")
@@ -251,15 +189,13 @@ def make_toy(directory: str | Path, steps: int = STEPS, seed: int = 0) -> Path:
     return made(directory, stamp, make)
 
 
-def _save(directory: Path, weights: Weights) -> None:
+def _save(directory: Path, model: Any) -> None:
     """As vLLM reads it: weights, configuration, and a tokenizer of whole words."""
-    save_file = importlib.import_module("safetensors.torch").save_file
     transformers: Any = importlib.import_module("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.dumps(CONFIG, indent=2) + "\n"
-    (directory / "config.json").write_text(config, encoding="utf-8")
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(directory)
     words = {word: number for number, word in enumerate(toy.WORDS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=toy.WORDS[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

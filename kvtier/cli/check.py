@@ -17,11 +17,11 @@ _COUNTS = ("good", "corrupt", "damaged", "stale", "free")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "a tier's folder, or one that has some, or several; none: nvme_path"
-    parser.add_argument("--nvme", metavar="FOLDER", help=about)
+    help_text = "a tier's folder, or one that has some, or several; none: nvme_path"
+    parser.add_argument("--nvme", metavar="FOLDER", help=help_text)
     parser.add_argument("--config", metavar="YAML", help="configuration file that has nvme_path")
-    about = "make every bad slot free; without it nothing is changed"
-    parser.add_argument("--repair", action="store_true", help=about)
+    help_text = "make every bad slot free; without it nothing is changed"
+    parser.add_argument("--repair", action="store_true", help=help_text)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON list, an object a folder"
     )

@@ -133,10 +133,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model", metavar="DIR", help="model folder or its config.json: does the RAM tier suit it?"
     )
-    about = "worker ranks, for LMCache's sizes (they are per worker)"
-    add("--ranks", type=int, default=1, help=about)
-    about = "do not look for vLLM (on a host with a server only)"
-    add("--no-engine", action="store_true", help=about)
+    help_text = "worker ranks, for LMCache's sizes (they are per worker)"
+    add("--ranks", type=int, default=1, help=help_text)
+    help_text = "do not look for vLLM (on a host with a server only)"
+    add("--no-engine", action="store_true", help=help_text)
     add("--json", action="store_true", help="print the findings as JSON")
     add_key_flags(parser)
     add("command", nargs=argparse.REMAINDER, help="-- vllm serve ...: can it run with kvtier?")

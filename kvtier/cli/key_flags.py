@@ -44,8 +44,8 @@ def add_key_flags(parser: argparse.ArgumentParser, whose: Whose = "both") -> Non
             keys.add_argument(flag, action=_NotHere, const=elsewhere, help=argparse.SUPPRESS)
             continue
         usual = flat in _USUAL or (key.name in ("path", "url", "bytes") and key.section != "server")
-        about = _about(flat) if usual else argparse.SUPPRESS
-        keys.add_argument(flag, dest=f"{_DEST}{flat}", metavar=key.unit.upper(), help=about)
+        help_text = _about(flat) if usual else argparse.SUPPRESS
+        keys.add_argument(flag, dest=f"{_DEST}{flat}", metavar=key.unit.upper(), help=help_text)
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="as --help, with every key")
 
 

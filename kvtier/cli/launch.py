@@ -65,10 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--properties", metavar="FILE", help="LMI's serving.properties; sets KVTIER_PROPERTIES_FILE"
     )
-    about = "print the command as a line for the shell instead of running it"
-    add("--print", action="store_true", help=about)
-    about = "vLLM's own OffloadingConnector, with a kvtier server as its secondary tier"
-    add("--tier", action="store_true", help=about)
+    help_text = "print the command as a line for the shell instead of running it"
+    add("--print", action="store_true", help=help_text)
+    help_text = "vLLM's own OffloadingConnector, with a kvtier server as its secondary tier"
+    add("--tier", action="store_true", help=help_text)
     add_key_flags(parser, "engine")
     add("command", nargs=argparse.REMAINDER, help=f"vllm serve ..., or python -m {API_SERVER} ...")
 

@@ -1,4 +1,4 @@
-"""The ``kvtier`` command. Subcommands are in :data:`PLACES`, and imported when they run."""
+"""The ``kvtier`` command. Subcommands are in :data:`COMMANDS`, and imported when they run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import kvtier
 from kvtier.core.errors import ConfigError, KVTierError
@@ -21,57 +21,86 @@ from kvtier.core.terminal import Parser, nearest, size_text
 _OPERATOR_ERROR = 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE
 _INTERRUPTED = 128 + signal.SIGINT
+_VERSION = f"kvtier {kvtier.__version__}"
 
 
-def _version() -> str:
-    return f"kvtier {kvtier.__version__}"
+class VersionCommand:
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """There are none."""
+
+    @staticmethod
+    def run(_: argparse.Namespace) -> int:
+        print(_VERSION)
+        return 0
+
+
+class Subcommand(NamedTuple):
+    place: str
+    """A module of kvtier, or a class of one behind a colon, with ``add_arguments`` and ``run``,
+    which returns the exit status."""
+    help: str
 
 
 COMMANDS = {
-    "bench long-doc-qa": "time to first token on long documents, with and without kvtier",
-    "bench multi-turn": "time to first token in conversations on two engines behind a router, with "
-    "and without kvtier",
-    "bench queue": "time to first token behind a queue of engines, by eviction policy; simulated",
-    "bench model": "make a small model with random weights, which vLLM serves",
-    "bench spans": "time to first token of prompts with retrieved documents, beside agreement of "
-    "answers",
-    "plan": "what auto-config would set on this machine, and why",
-    "config": "print the effective configuration and where each value came from",
-    "doctor": "is everything here as an engine with kvtier needs it? exit status 1 if not",
-    "launch": "run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ...",
-    "check": "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
-    "clear": "make a server drop a tenant's chunks, or all chunks",
-    "simulate": "what caches of given sizes would have hit of recorded requests",
-    "replay": "send recorded requests to a running server, with real bytes",
-    "stats": "what a server holds and does",
-    "top": "what a server holds and does, as it changes, drawn in the terminal",
-    "serve": "one cache for several engines, on this host and others",
-    "token": "print a new random token, or the one made of it that only reads the metrics",
-    "warm": "have a running engine compute documents, so that they are cached",
-    "version": "print kvtier's version",
+    "bench long-doc-qa": Subcommand(
+        "bench.long_doc_qa.run", "time to first token on long documents, with and without kvtier"
+    ),
+    "bench multi-turn": Subcommand(
+        "bench.multi_turn.run",
+        "time to first token in conversations on two engines behind a router, with and without "
+        "kvtier",
+    ),
+    "bench queue": Subcommand(
+        "bench.queue.run",
+        "time to first token behind a queue of engines, by eviction policy; simulated",
+    ),
+    "bench model": Subcommand(
+        "bench.model", "make a small model with random weights, which vLLM serves"
+    ),
+    "bench spans": Subcommand(
+        "bench.spans.run",
+        "time to first token of prompts with retrieved documents, beside agreement of answers",
+    ),
+    "plan": Subcommand("autoconfig.command", "what auto-config would set on this machine, and why"),
+    "config": Subcommand(
+        "cli.show_config", "print the effective configuration and where each value came from"
+    ),
+    "doctor": Subcommand(
+        "cli.doctor", "is everything here as an engine with kvtier needs it? exit status 1 if not"
+    ),
+    "launch": Subcommand(
+        "cli.launch", "run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ..."
+    ),
+    "check": Subcommand(
+        "cli.check", "verify every slot of an NVMe tier that is not in use; --repair frees bad ones"
+    ),
+    "clear": Subcommand(
+        "cli.operate:ClearCommand", "make a server drop a tenant's chunks, or all chunks"
+    ),
+    "simulate": Subcommand(
+        "bench.traces.commands.simulate",
+        "what caches of given sizes would have hit of recorded requests",
+    ),
+    "replay": Subcommand(
+        "bench.traces.commands.replay",
+        "send recorded requests to a running server, with real bytes",
+    ),
+    "stats": Subcommand("cli.operate:StatsCommand", "what a server holds and does"),
+    "top": Subcommand(
+        "cli.top", "what a server holds and does, as it changes, drawn in the terminal"
+    ),
+    "serve": Subcommand("cli.serve", "one cache for several engines, on this host and others"),
+    "token": Subcommand(
+        "cli.operate:TokenCommand",
+        "print a new random token, or the one made of it that only reads the metrics",
+    ),
+    "warm": Subcommand(
+        "extensions.spans.warm", "have a running engine compute documents, so that they are cached"
+    ),
+    "version": Subcommand("cli.main:VersionCommand", "print kvtier's version"),
 }
-"""Words -> help."""
-PLACES = {
-    "bench long-doc-qa": "kvtier.bench.long_doc_qa.run",
-    "bench multi-turn": "kvtier.bench.multi_turn.run",
-    "bench queue": "kvtier.bench.queue.run",
-    "bench model": "kvtier.bench.model",
-    "bench spans": "kvtier.bench.spans.run",
-    "plan": "kvtier.autoconfig.command",
-    "config": "kvtier.cli.show_config",
-    "doctor": "kvtier.cli.doctor",
-    "launch": "kvtier.cli.launch",
-    "check": "kvtier.cli.check",
-    "clear": "kvtier.cli.operate:ClearCommand",
-    "simulate": "kvtier.bench.traces.commands.simulate",
-    "replay": "kvtier.bench.traces.commands.replay",
-    "stats": "kvtier.cli.operate:StatsCommand",
-    "top": "kvtier.cli.top",
-    "serve": "kvtier.cli.serve",
-    "token": "kvtier.cli.operate:TokenCommand",
-    "warm": "kvtier.extensions.spans.warm",
-}
-"""Words -> what has ``add_arguments`` and ``run``, which returns the exit status."""
+"""Words -> the command."""
 _COMPLETING = "_ARGCOMPLETE"
 _LEAST_ADDRESS_BYTES = 512 << 20
 _ADDRESSES = (
@@ -104,12 +133,8 @@ def _run(words: list[str]) -> int:
     if name is None:
         return _no_command(parsers, words)
     try:
-        if name == "version":
-            parsers[name].parse_args(words[1:])
-            print(_version())
-            return 0
         _require_addresses()
-        command = _found(PLACES[name])
+        command = _found(COMMANDS[name].place)
         command.add_arguments(parsers[name])
         return int(command.run(parsers[name].parse_args(words[len(name.split()) :])))
     except KVTierError as error:
@@ -136,9 +161,8 @@ def _complete(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
         line = " ".join(environment().get("COMP_LINE", "").split()[1:])
         named = [name for name in COMMANDS if f"{line} ".startswith(f"{name} ")]
         for name in named:
-            if name in PLACES:
-                _found(PLACES[name]).add_arguments(parsers[name])
-                show_every_key(parsers[name])
+            _found(COMMANDS[name].place).add_arguments(parsers[name])
+            show_every_key(parsers[name])
         argcomplete.autocomplete(parsers[""])
 
 
@@ -151,7 +175,7 @@ def _require_addresses() -> None:
 
 def _found(place: str) -> Any:
     module, _, part = place.partition(":")
-    found = importlib.import_module(module)
+    found = importlib.import_module(f"kvtier.{module}")
     return getattr(found, part) if part else found
 
 
@@ -178,17 +202,18 @@ def _told(what: str) -> int:
 def _parsers() -> dict[str, argparse.ArgumentParser]:
     """Every parser by its words: "" (the whole command), groups such as ``bench``, commands."""
     root = Parser(prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0])
-    root.add_argument("--version", action="version", version=_version())
+    root.add_argument("--version", action="version", version=_VERSION)
     parsers: dict[str, argparse.ArgumentParser] = {"": root}
     branches: dict[str, Any] = {"": root.add_subparsers(metavar="COMMAND")}
-    for name, help_text in COMMANDS.items():
+    for name, command in COMMANDS.items():
         group, _, leaf = name.rpartition(" ")
         if group not in branches:
             inside = ", ".join(
                 each.split()[-1] for each in COMMANDS if each.startswith(f"{group} ")
             )
-            about = f"benchmarks: {inside}"
-            parsers[group] = branches[""].add_parser(group, help=about, description=about)
+            help_text = f"benchmarks: {inside}"
+            parsers[group] = branches[""].add_parser(group, help=help_text, description=help_text)
             branches[group] = parsers[group].add_subparsers(metavar="COMMAND", required=True)
+        help_text = command.help
         parsers[name] = branches[group].add_parser(leaf, help=help_text, description=help_text)
     return parsers

@@ -39,10 +39,10 @@ class Surface:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
         add("--admin", metavar="URL", help="the server's admin interface; default: the key admin")
-        about = "configuration file that has admin and admin_token_file"
-        add("--config", metavar="YAML", help=about)
-        about = "the server's token; default: the key admin_token_file"
-        add("--token-file", metavar="FILE", help=about)
+        help_text = "configuration file that has admin and admin_token_file"
+        add("--config", metavar="YAML", help=help_text)
+        help_text = "the server's token; default: the key admin_token_file"
+        add("--token-file", metavar="FILE", help=help_text)
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         """The one of :func:`add_arguments`' flags, else the configuration's."""
@@ -154,14 +154,14 @@ class ClearCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         Surface.add_arguments(parser)
-        about = "only this tenant's chunks, and those without an owner"
-        parser.add_argument("--namespace", metavar="NAME", help=about)
+        help_text = "only this tenant's chunks, and those without an owner"
+        parser.add_argument("--namespace", metavar="NAME", help=help_text)
         parser.add_argument("--everything", action="store_true", help="all chunks of all tenants")
-        about = (
+        help_text = (
             "give the disk back that an NVMe tier has reserved here, or in several folders; "
             "no server is asked"
         )
-        parser.add_argument("--folder", metavar="FOLDER", help=about)
+        parser.add_argument("--folder", metavar="FOLDER", help=help_text)
         parser.add_argument("--json", action="store_true", help="print the answer of /v1/clear")
 
     @staticmethod
@@ -182,11 +182,11 @@ class ClearCommand:
 class TokenCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        about = (
+        help_text = (
             "print the token that only reads the metrics, made of the admin token in FILE "
             "(-: standard input)"
         )
-        parser.add_argument("--metrics", metavar="FILE", help=about)
+        parser.add_argument("--metrics", metavar="FILE", help=help_text)
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:

@@ -59,8 +59,10 @@ _RECORD_S = 0.25
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE")
-    about = "unix:///path or tcp://host:port; may be given again; default: the key server.address"
-    add("--listen", metavar="ADDRESS", action="append", help=about)
+    help_text = (
+        "unix:///path or tcp://host:port; may be given again; default: the key server.address"
+    )
+    add("--listen", metavar="ADDRESS", action="append", help=help_text)
     add("--insecure", action="store_true", help="serve TCP on loopback without token or TLS")
     parser.usage = "kvtier serve [--config YAML] --listen ADDRESS [--insecure] [--KEY VALUE ...]"
     add_key_flags(parser, "server")

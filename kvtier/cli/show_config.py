@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="YAML", help="configuration file; beats KVTIER_CONFIG_FILE"
     )
-    about = "worker ranks, for LMCache files: their sizes are per worker (default: 1)"
-    parser.add_argument("--ranks", type=int, default=1, help=about)
+    help_text = "worker ranks, for LMCache files: their sizes are per worker (default: 1)"
+    parser.add_argument("--ranks", type=int, default=1, help=help_text)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--yaml", action="store_true", help="print a file that gives this configuration"

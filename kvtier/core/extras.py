@@ -12,7 +12,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
     "encryption": ("cryptography",),
     "server": ("aiofiles", "aiohttp", "prometheus_client"),
-    "bench": ("aiohttp", "matplotlib", "rich"),
+    "bench": ("aiohttp", "matplotlib"),
 }
 """Extra -> the modules that it installs. A tier's own are in its section."""
 

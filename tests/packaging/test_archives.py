@@ -116,9 +116,9 @@ def test_every_command_is_in_the_wheel(wheel, tmp_path):
     """With the packages of this Python, and kvtier from the wheel alone."""
     ask([sys.executable, "-m", "zipfile", "-e", str(wheel), "."], tmp_path)
     code = (
-        "import importlib, sys; sys.path.insert(0, '.'); from kvtier.cli.main import PLACES\n"
-        "for place in PLACES.values():\n"
-        "    print(importlib.import_module(place.partition(':')[0]).__file__)"
+        "import importlib, sys; sys.path.insert(0, '.'); from kvtier.cli.main import COMMANDS\n"
+        "for command in COMMANDS.values():\n"
+        "    print(importlib.import_module('kvtier.' + command.place.partition(':')[0]).__file__)"
     )
     files = ask([sys.executable, "-P", "-c", code], tmp_path).splitlines()
     assert len(files) > 10 and all(file.startswith(str(tmp_path)) for file in files), files

@@ -67,7 +67,7 @@ class Answer:
         places: chunks that kvtier has loaded, by place.
         longest, lost: of the gaps between a decoding request's tokens meanwhile: the longest, and
             how much longer they were together than as many before. Without one: 0.
-        warm_longest, warm_lost: the same of the second question.
+        warm_lost: the same of the second question.
     """
 
     loaded: float
@@ -77,7 +77,6 @@ class Answer:
     places: dict[str, int]
     longest: float = 0.0
     lost: float = 0.0
-    warm_longest: float = 0.0
     warm_lost: float = 0.0
 
     @property
@@ -186,8 +185,11 @@ class _Vllm:
 
         told = self._twice(asked)
         loaded, warm = windows
-        told |= {"longest": max(loaded.gaps), "lost": loaded.lost}
-        return told | {"warm_longest": max(warm.gaps), "warm_lost": warm.lost}
+        return told | {
+            "longest": max(loaded.gaps),
+            "lost": loaded.lost,
+            "warm_lost": warm.lost,
+        }
 
     def _twice(self, asked: Callable[[], tuple[float, list[int]]]) -> dict[str, Any]:
         while not self._llm.reset_prefix_cache():

@@ -161,15 +161,15 @@ def plan(store: ObjectStore | None, draft: seam.Draft) -> None:
         return draft.leave_out(f"{short}; give more object_bytes")
     speed = or_assumed(store.speed, _USUAL_BYTES_S, "a bucket in this region")
     latency = or_assumed(store.latency, _USUAL_LATENCY_S, "a bucket in this region")
-    why = f"one request; the first chunk comes after up to {_FIRST_REQUESTS} of them"
-    draft.show("object_latency_ms", round((latency.value or 0.0) * 1e3, 1), latency.source, why)
+    reason = f"one request; the first chunk comes after up to {_FIRST_REQUESTS} of them"
+    draft.show("object_latency_ms", round((latency.value or 0.0) * 1e3, 1), latency.source, reason)
     wait = _FIRST_REQUESTS * (latency.value or 0.0)
     if not draft.pays(speed, wait):
         return None
     told = store.reachable.source
     draft.set("object_url", store.url, "given", f"away now ({told})" if store.away else told)
-    why = f"{size // draft.kv_bytes:,} tokens; a bucket has no size of its own"
-    draft.set("object_bytes", size, store.bytes_.source if given else "default", why)
+    reason = f"{size // draft.kv_bytes:,} tokens; a bucket has no size of its own"
+    draft.set("object_bytes", size, store.bytes_.source if given else "default", reason)
     return None
 
 

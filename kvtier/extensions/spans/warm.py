@@ -43,23 +43,25 @@ class NoCompletionError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "the engine, such as http://localhost:8000; with data-parallel engines, each of them"
-    add("--base-url", required=True, metavar="URL", help=about)
+    help_text = (
+        "the engine, such as http://localhost:8000; with data-parallel engines, each of them"
+    )
+    add("--base-url", required=True, metavar="URL", help=help_text)
     add("--model", metavar="NAME", help="name that it serves, or an adapter's (default: its first)")
-    about = (
+    help_text = (
         "what every prompt begins with, special tokens and line ends included: a text, or, "
         "when it is called .json, a list of token ids"
     )
-    add("--anchor", required=True, metavar="FILE", help=about)
-    about = 'JSON lines: "a text", {"text": ...}, [token ids] or {"tokens": ...}'
-    add("--documents", required=True, metavar="FILE", help=about)
-    about = "kvtier's chunk in that engine (default: the key chunk_tokens here)"
-    add("--chunk-tokens", type=int, metavar="TOKENS", help=about)
+    add("--anchor", required=True, metavar="FILE", help=help_text)
+    help_text = 'JSON lines: "a text", {"text": ...}, [token ids] or {"tokens": ...}'
+    add("--documents", required=True, metavar="FILE", help=help_text)
+    help_text = "kvtier's chunk in that engine (default: the key chunk_tokens here)"
+    add("--chunk-tokens", type=int, metavar="TOKENS", help=help_text)
     add("--config", metavar="YAML", help="configuration file that has chunk_tokens")
     add("--cache-salt", metavar="SALT", help="the cache_salt that requests for them will have")
     add("--api-key-file", metavar="FILE", help="key that the engine wants, in a file of yours only")
-    about = "for one home (default: 600)"
-    add("--request-timeout", type=float, default=600.0, metavar="S", help=about)
+    help_text = "for one home (default: 600)"
+    add("--request-timeout", type=float, default=600.0, metavar="S", help=help_text)
     add("--json", action="store_true", help="print the counts as JSON")
 
 

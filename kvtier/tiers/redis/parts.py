@@ -183,8 +183,8 @@ def plan(redis: Redis | None, draft: seam.Draft) -> None:
             f"Redis policy {redis.policy.value} evicts at random: set noeviction, kvtier evicts"
         )
     draft.set("redis_url", redis.url, "given", redis.reachable.source)
-    why = f"0.9 of what is left; {size // draft.kv_bytes:,} tokens"
-    draft.set("redis_bytes", size, redis.maxmemory.source, why)
+    reason = f"0.9 of what is left; {size // draft.kv_bytes:,} tokens"
+    draft.set("redis_bytes", size, redis.maxmemory.source, reason)
     return None
 
 

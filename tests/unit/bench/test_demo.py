@@ -1,5 +1,5 @@
-"""``make demo`` and Long Doc QA as commands whose output is no terminal, over a stand-in for vLLM's
-server: lines while they run, a bound, and the table of what is there when something ends them."""
+"""``make demo`` over a stand-in for vLLM's server: lines while it runs, a bound, and the table of
+what is there when something ends it."""
 
 import json
 import os
@@ -59,7 +59,6 @@ import json, signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in a shell's background ignore it
 from kvtier.bench import demo
-from kvtier.bench.long_doc_qa import run
 from kvtier.bench.processes import servers
 servers._SERVER = "stand_in"
 def make_model(folder, preset):
@@ -68,13 +67,12 @@ def make_model(folder, preset):
     return folder
 demo.make_model = make_model
 demo._SETTLE_S = 0.0
-command = {"demo": demo.main, "qa": run.main}[sys.argv[1]]
-sys.exit(command(sys.argv[2:]))
+sys.exit(demo.main(sys.argv[1:]))
 """
 
 
 @contextmanager
-def started(folder, words, up=99):
+def started(folder, up=99):
     """A benchmark in a process group of its own, as ``make`` starts it. Of its servers ``up`` come
     up."""
     (folder / "stand_in.py").write_text(STAND_IN)
@@ -85,7 +83,7 @@ def started(folder, words, up=99):
         "UP": str(up),
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *words, "--output-dir", str(folder / "out")],
+        [sys.executable, "-c", code, "--output-dir", str(folder / "out")],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -139,7 +137,7 @@ def _environment(entry):
 
 
 def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path):
-    with started(tmp_path, ["demo"]) as process:
+    with started(tmp_path) as process:
         said = until(process, "At most 300 s")
         said += until(process, " arms, about 1 minute: kvtier-ram, kvtier-nvme-restart, none, ")
         said += until(process, "  kvtier-nvme-restart: first token after")
@@ -155,7 +153,7 @@ def test_a_quick_host_has_the_whole_story_within_the_bound(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_group_leaves_the_table_of_what_is_there(tmp_path, number):
     """Twice, as make passes on what its group got already."""
-    with started(tmp_path, ["demo"], up=1) as process:
+    with started(tmp_path, up=1) as process:
         said = until(process, "server restarts ...")
         os.killpg(process.pid, number)
         if number != signal.SIGINT:
@@ -186,7 +184,7 @@ def test_documents_and_arms_are_those_for_which_there_is_time(
     """``costs``: as on hosts of 1 to 200 seconds for an engine's start."""
     monkeypatch.setattr("shutil.which", lambda name: name)
     args: Any = SimpleNamespace(document_length=4096)
-    demo = Demo(args, 300.0, progress=None, begun=time.monotonic() - costs.start)  # type: ignore[arg-type]
+    demo = Demo(args, 300.0, begun=time.monotonic() - costs.start)
     demo._choose(costs)
     said = capsys.readouterr().err
     assert f" about {minutes}: {', '.join(arms)}\n" in said

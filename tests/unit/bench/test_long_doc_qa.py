@@ -20,6 +20,7 @@ from kvtier.bench.long_doc_qa.run import add_arguments
 from kvtier.bench.processes import servers
 from kvtier.bench.processes.servers import ServerError, VllmServer
 from kvtier.bench.requests.client import Ask, Outcome, connect, parse_hits
+from kvtier.cli.main import main
 
 DOCUMENT, QUESTION = 64, 8
 
@@ -186,7 +187,7 @@ def test_a_plain_server_is_asked_with_text_and_a_refusal_is_an_outcome(plain_ser
 def test_a_measured_round_of_a_running_server_ends_in_files(plain_server, tmp_path, capsys):
     shape = ["--num-documents=2", "--document-length=12", "--repeat-count=2", "--settle-seconds=0"]
     words = ["--base-url", plain_server, "--output-dir", str(tmp_path), *shape]
-    assert long_doc_qa.main(words) == 0
+    assert main(["bench", "long-doc-qa", *words]) == 0
     form = json.loads((tmp_path / "long_doc_qa.json").read_text())
     arms = form["arms"]
     assert arms["server"]["requests"] == 4 and set(arms["server"]["hit_tokens"].values()) == {None}

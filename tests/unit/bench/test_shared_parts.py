@@ -1,18 +1,8 @@
-"""What the benchmarks share: rows, hits and commands."""
+"""What the benchmarks share."""
 
 import pytest
 
-from kvtier.bench.command import run_command
 from kvtier.bench.processes.engine import mode_told
-from kvtier.core.errors import ConfigError
-
-
-def test_a_command_that_cannot_run_says_why_in_one_line(capsys):
-    def run(args):
-        raise ConfigError("no model")
-
-    assert run_command("multi_turn", "", lambda _: None, run, []) == 2
-    assert capsys.readouterr().err == "multi-turn: no model\n"
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def test_a_command_is_imported_when_it_is_run_and_its_status_is_ours(monkeypatch
 
     module = ModuleType("made_up_command")
     module.__dict__.update(add_arguments=add_arguments, run=run)
-    monkeypatch.setitem(cli.COMMANDS, "bench made-up", "for this test")
-    monkeypatch.setitem(cli.PLACES, "bench made-up", "made_up_command")
+    made_up = cli.Subcommand("made_up_command", "for this test")
+    monkeypatch.setitem(cli.COMMANDS, "bench made-up", made_up)
     assert cli.main(["version"]) == 0
-    monkeypatch.setitem(sys.modules, "made_up_command", module)
+    monkeypatch.setitem(sys.modules, "kvtier.made_up_command", module)
     assert cli.main(["bench", "made-up", "--status", "7"]) == 7
     assert cli.main(["bench", "made-up"]) == 2
     assert "kvtier: status=None" in capsys.readouterr().err

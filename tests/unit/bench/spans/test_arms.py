@@ -14,6 +14,7 @@ from kvtier.bench.spans import run as spans
 from kvtier.bench.spans.arms import ARMS, FULL, RUN, Retrieval, Sizes, server_args, server_env
 from kvtier.bench.spans.report import Results, Run, agreement, answers, as_json
 from kvtier.bench.spans.run import add_arguments
+from kvtier.cli.main import main
 
 WORDS = range(100, 2000)
 
@@ -151,5 +152,5 @@ def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(tmp_path, capsy
     ],
 )
 def test_flags_that_do_not_go_together_are_an_error_in_words(tmp_path, capsys, given, said):
-    assert spans.main([*given, "--output-dir", str(tmp_path)]) == 2
+    assert main(["bench", "spans", *given, "--output-dir", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
