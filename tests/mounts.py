@@ -1,5 +1,7 @@
 """Real file systems for tests."""
 
+import ctypes
+import os
 import subprocess
 from contextlib import contextmanager
 
@@ -20,3 +22,23 @@ def mounted(point, *arguments):
         yield point
     finally:
         subprocess.run(["umount", str(point)], check=True)
+
+
+@contextmanager
+def silent(point):
+    """A file system over ``point`` that answers nothing: FUSE without a process. All that was asked
+    fails at the end of the block. Skips the test where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        connection = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"no FUSE here: {error}")
+    options = f"fd={connection},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()}"
+    if libc.mount(b"silent", os.fsencode(point), b"fuse", 0, options.encode()):
+        os.close(connection)
+        pytest.skip(f"cannot mount here: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        os.close(connection)
+        assert not libc.umount2(os.fsencode(point), 2), "MNT_DETACH"

@@ -8,6 +8,7 @@ from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.child_process import wait_for
 
 SLOT = 8192
 LAYOUT = ChunkLayout(bytes(32), 1, 1, (SLOT,))
@@ -50,3 +51,11 @@ def flip(file, at):
         byte = opened.read(1)[0]
         opened.seek(at)
         opened.write(bytes([byte ^ 0x10]))
+
+
+def tried(tier):
+    """What a set has lost and found, once every disk that is due was tried."""
+    before = tier.lost_and_found()
+    wait_for(lambda: all(disk.lane.is_idle for disk in tier.disks), "tried")
+    after = tier.lost_and_found()
+    return [*before[0], *after[0]], [*before[1], *after[1]]

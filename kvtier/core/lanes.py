@@ -119,6 +119,7 @@ class Lane:
                 self.failures += 1
                 logger.exception("lane %s: work failed; the chunk is dropped", self.name)
             finally:
+                del work  # an idle lane keeps nothing alive
                 with self._changed:
                     self._running -= 1
                     if self._closing:

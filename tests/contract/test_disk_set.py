@@ -62,7 +62,9 @@ def test_a_folder_from_before_is_one_disk_of_a_set_and_a_disk_may_leave_it(tmp_p
     assert tier.recovered() == KEYS[8::-1]
     fill(tier, KEYS[9:20])
     tier.close(KEYS[19::-1])
-    second = set(on_each(disks(tmp_path, [20, 20]))[1])
+    tier = disks(tmp_path, [20, 20])
+    second = set(on_each(tier)[1])
+    tier.close()
     alone = NvmeTier(tmp_path / "disk0", room(20), SLOT)
     assert set(alone.recovered()) == set(KEYS[:20]) - second and second
     alone.close()
@@ -75,7 +77,7 @@ def test_a_chunk_on_two_disks_is_kept_on_one(tmp_path):
         one.close()
     tier = disks(tmp_path, [4, 4])
     assert sorted(tier.recovered()) == sorted(KEYS[:3])
-    assert sorted(map(len, on_each(tier))) == [1, 2]
+    assert sum(map(len, on_each(tier))) == 3
     tier.close()
 
 

@@ -19,7 +19,7 @@ from kvtier.core.tenant import owner_of
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme import parts
+from kvtier.tiers.nvme import disk_set, parts
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.parts import NvmeSection
 from kvtier.tiers.nvme.set_disk import FROZEN_S
@@ -27,7 +27,8 @@ from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.seam import Opening
 from tests.child_process import wait_for
 from tests.clock import Clock
-from tests.nvme_place import LAYOUT, SLOT, fill, flip, holds, room
+from tests.mounts import silent
+from tests.nvme_place import LAYOUT, SLOT, fill, flip, holds, room, tried
 
 KEYS = LAYOUT.keys(range(40))
 BOTH = room(40)
@@ -35,10 +36,12 @@ BOTH = room(40)
 
 class FaultyDisks:
     """Stands in for ``os`` in :mod:`kvtier.tiers.nvme.files`: payloads of ``bad`` folders give EIO,
-    of ``hung`` ones neither come nor go, and of ``slow`` ones take a second of ``clock``."""
+    of ``hung`` ones neither come nor go, and of ``slow`` ones take a second of ``clock``. Records
+    fail in ``unwritable`` ones, and stay where they are in ``stuck`` ones."""
 
     def __init__(self, clock):
         self.bad, self.hung, self.slow = set[Path](), set[Path](), set[Path]()
+        self.unwritable, self.stuck = set[Path](), set[Path]()
         self.clock = clock
         self.goes = threading.Event()
         self.waiting = 0
@@ -46,11 +49,17 @@ class FaultyDisks:
     def __getattr__(self, name):
         return getattr(os, name)
 
+    def _folder(self, fd):
+        return Path(os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")).parent
+
+    def _wait(self):
+        self.waiting += 1
+        assert self.goes.wait(60)
+
     def _meet(self, fd):
-        folder = Path(os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")).parent
+        folder = self._folder(fd)
         if folder in self.hung:
-            self.waiting += 1
-            assert self.goes.wait(60)
+            self._wait()
         self.clock.now += 1.0 if folder in self.slow else 0.001
         if folder in self.bad:
             raise OSError(errno.EIO, "simulated")
@@ -58,6 +67,13 @@ class FaultyDisks:
     def pwritev(self, fd, parts, at):
         self._meet(fd)
         return os.pwritev(fd, parts, at)
+
+    def pwrite(self, fd, data, at):
+        if self._folder(fd) in self.stuck:
+            self._wait()
+        if self._folder(fd) in self.unwritable:
+            raise OSError(errno.EIO, "simulated")
+        return os.pwrite(fd, data, at)
 
     def preadv(self, fd, parts, at):
         self._meet(fd)
@@ -108,18 +124,18 @@ def test_a_disk_that_fails_is_left_alone_and_comes_back(tmp_path, faulty, clock,
     assert tier.nodes_away == [
         f"{folder} (its reads or writes fail: look at the kernel's log (dmesg))"
     ]
-    assert set(left) == set(tier.lost_and_found()[0])
+    assert set(left) == set(tried(tier)[0])
     assert not any(tier.may_read(key) for key in left)
     assert {read(tier, key) for key in left} == {None}
     others = [key for at in (0, 2, 3) for key in of(tier, at)]
     assert all(holds(tier, key) for key in others)
     clock.now += 1
-    assert tier.lost_and_found() == ([], []), "it was tried, and still fails"
+    assert tried(tier) == ([], []), "it was tried, and still fails"
     faulty.bad.clear()
     clock.now += 60
-    assert tier.find(left) == len(left) and not tier.nodes_away
-    lost, found = tier.lost_and_found()
-    assert not lost and set(found) == set(left) and tier.capacity == 80
+    lost, found = tried(tier)
+    assert not lost and set(found) == set(left) and tier.capacity == 80 and not tier.nodes_away
+    assert tier.find(left) == len(left)
     assert all(holds(tier, key) for key in left)
     assert "it is back" in caplog.text
     tier.close()
@@ -150,7 +166,7 @@ def test_what_is_deleted_while_its_disk_is_away_does_not_come_back(tmp_path, fau
     fill(tier, [anew])
     faulty.bad.clear()
     clock.now += 60
-    found = tier.lost_and_found()[1]
+    found = tried(tier)[1]
     assert set(found) == set(left) - {*going, anew} and not tier.owed
     assert {read(tier, key) for key in going} == {False} and holds(tier, anew)
     assert sum(anew in disk.well_tier for disk in tier.disks) == 1
@@ -173,11 +189,11 @@ def test_a_disk_that_hangs_holds_its_threads_and_no_others(tmp_path, faulty, clo
     wait_for(lambda: tier.disks[2].calls == 2 and lane.queued == (0, 0), "the others gave up")
     clock.now += 60
     tier.delete(hung[-1])
-    assert tier.lost_and_found()[1] == [] and faulty.waiting == 2, "tried while calls hang in it"
+    assert tried(tier)[1] == [] and faulty.waiting == 2, "tried while calls hang in it"
     faulty.hung.clear()
     faulty.goes.set()
     wait_for(lambda: tier.disks[2].idle, "the calls ended")
-    assert tier.lost_and_found()[1] == hung[:-1]
+    assert tried(tier)[1] == hung[:-1]
     assert lane.close(5.0)
     tier.close()
 
@@ -222,12 +238,12 @@ def test_a_disk_that_stays_slow_is_left_alone_until_it_is_fast(tmp_path, faulty,
     faulty.slow.add(folder)
     assert all(holds(tier, key) for key in slow[:3])
     assert tier.nodes_away == [f"{folder} (it is far slower than the other disks)"]
-    assert set(tier.lost_and_found()[0]) == set(slow) and tier.capacity == 60
+    assert set(tried(tier)[0]) == set(slow) and tier.capacity == 60
     clock.now += 60
-    assert tier.lost_and_found() == ([], []), "it was tried, and is as slow"
+    assert tried(tier) == ([], []), "it was tried, and is as slow"
     faulty.slow.clear()
     clock.now += 60
-    assert set(tier.lost_and_found()[1]) == set(slow) and not tier.nodes_away
+    assert set(tried(tier)[1]) == set(slow) and not tier.nodes_away
     tier.close()
 
 
@@ -242,7 +258,7 @@ def test_where_all_disks_become_slow_the_last_one_serves_and_has_the_others_back
     last = [disk for disk in tier.disks if not disk.away]
     assert last, "slow as it is, it is the fastest"
     clock.now += 60
-    tier.lost_and_found()
+    tried(tier)
     assert not tier.nodes_away
     tier.close()
 
@@ -262,15 +278,16 @@ def test_a_folder_that_vanishes_and_comes_back(tmp_path, clock, fate):
     ]
     clock.now += 60
     if fate == "removed":
-        assert not tier.find(left) and not folder.exists(), "made on a disk that may not be there"
+        tried(tier)
+        assert not folder.exists(), "made on a disk that may not be there"
         shutil.rmtree(aside)
         folder.mkdir(mode=0o700)
     elif fate != "replaced":
         aside.rename(folder)
     clock.now += 60
+    held = set(tried(tier)[1])
     assert tier.find([left[0]]) == (fate == "moved away and back")
     assert tier.capacity == 80 and not tier.nodes_away
-    held = set(tier.lost_and_found()[1])
     assert held == (set(left) if fate == "moved away and back" else set())
     tier.close()
 
@@ -288,13 +305,82 @@ def test_a_disk_that_cannot_be_opened_costs_itself(tmp_path, clock, caplog):
     (tmp_path / "disk0").unlink()
     aside.rename(tmp_path / "disk0")
     clock.now += 60
-    assert set(tier.lost_and_found()[1]) == set(first) and tier.capacity == 80
+    assert set(tried(tier)[1]) == set(first) and tier.capacity == 80
     tier.close()
     for at in range(4):
         shutil.rmtree(tmp_path / f"disk{at}")
         (tmp_path / f"disk{at}").write_bytes(b"")
     with pytest.raises(TierError, match=r"disk0.*disk3"):
         opened(tmp_path, clock)
+
+
+def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path, clock, monkeypatch):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    first = of(tier, 0)
+    tier.close(KEYS)
+    monkeypatch.setattr(disk_set, "START_S", 0.5)
+    with silent(tmp_path / "disk0"):
+        tier = opened(tmp_path, clock)
+        assert tier.nodes_away == [f"{tmp_path / 'disk0'} (it has not answered since the start)"]
+        assert set(tier.recovered()) == set(KEYS) - set(first) and tier.capacity == 60
+        clock.now += 60
+        assert tier.find(KEYS) == 0 and tier.disks[0].calls == 1, "tried while a call hangs in it"
+    wait_for(lambda: tier.disks[0].idle, "the call failed")
+    clock.now += 60
+    assert set(tried(tier)[1]) == set(first) and tier.capacity == 80
+    assert all(holds(tier, key) for key in KEYS)
+    tier.close()
+
+
+def test_a_close_does_not_wait_for_a_disk_that_hangs(tmp_path, faulty, clock, monkeypatch, caplog):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    monkeypatch.setattr(disk_set, "CLOSE_S", 0.5)
+    faulty.stuck.add(tmp_path / "disk1")
+    tier.close(KEYS)
+    assert "disk1: it hangs, so it is not closed" in caplog.text
+    faulty.stuck.clear()
+    faulty.goes.set()
+
+
+def test_nobody_waits_to_delete_on_a_disk_that_is_slow_now(tmp_path, faulty, clock):
+    tier = used(tmp_path, clock)
+    slow = of(tier, 2)
+    faulty.hung.add(tier.disks[2].folder)
+    lane = Lane("disks", 2, urgent_bound=100, bound=100)
+    for key in slow[:2]:
+        lane.submit(lambda key=key: read(tier, key))  # type: ignore[misc]
+    wait_for(lambda: faulty.waiting == 2, "two calls are slow")
+    clock.now += 0.2
+    for key in slow[2:]:
+        tier.delete(key)
+    assert tier.owed == len(slow) - 2 and {read(tier, key) for key in slow[2:]} == {False}
+    fill(tier, slow[-1:])
+    assert tier.find(slow[-1:]) == 1, "it is on another disk"
+    faulty.hung.clear()
+    faulty.goes.set()
+    wait_for(lambda: not tier.owed, "deleted")
+    assert set(of(tier, 2)) == set(slow[:2]) and holds(tier, slow[-1])
+    assert lane.close(5.0)
+    tier.close()
+
+
+def test_a_record_that_cannot_be_erased_now_is_erased_later(tmp_path, faulty, clock):
+    tier = opened(tmp_path, clock)
+    fill(tier, KEYS)
+    gone = of(tier, 1)
+    faulty.unwritable.add(tmp_path / "disk1")
+    for key in gone:
+        tier.delete(key)
+    assert tier.disks[1].away and tier.owed == len(gone) and not tier.find(gone)
+    faulty.unwritable.clear()
+    clock.now += 60
+    assert tried(tier) == (gone[3:], []) and not tier.owed
+    tier.close()
+    alone = NvmeTier(tmp_path / "disk1", room(20), SLOT)
+    assert not alone.recovered()
+    alone.close()
 
 
 def test_a_damaged_index_costs_its_own_disk(tmp_path, clock):
@@ -347,7 +433,7 @@ class Stored:
 
     def __init__(self, tmp_path, clock):
         self.tier, self.pool = opened(tmp_path, clock, slots=5), Pool(4, SLOT)
-        self.lane = Lane("nvme", 2, urgent_bound=100, bound=100)
+        self.lane = Lane("nvme", 3, urgent_bound=100, bound=100)
         self.store = Store(self.pool, [TierSpec(self.tier, self.lane)])
         self.lower, self.clock = self.store.lower[0], clock
 
@@ -372,6 +458,8 @@ class Stored:
     def mend(self, faulty):
         faulty.bad.clear()
         self.clock.now += 60
+        self.tier.find([])
+        wait_for(lambda: not self.tier.nodes_away and not self.tier.owed, "it is back")
         self.lower.sweep()
 
 
@@ -400,4 +488,39 @@ def test_a_clear_reaches_what_a_disk_that_is_left_alone_has(tmp_path, faulty, cl
     assert stored.tier.owed == len(left)
     stored.mend(faulty)
     assert not stored.held & left and {read(stored.tier, key) for key in left} == {False}
+    assert stored.store.close(5.0)
+
+
+def test_a_clear_reaches_what_a_disk_that_has_just_come_back_has(tmp_path, faulty, clock):
+    stored = Stored(tmp_path, clock)
+    stored.save(KEYS[:20])
+    left = stored.fail(faulty)
+    stored.lower.sweep()
+    faulty.bad.clear()
+    clock.now += 60
+    stored.tier.find([])
+    wait_for(lambda: not stored.tier.nodes_away, "it is back")
+    assert not stored.held & left
+    assert stored.lower.purge_unseen(None).result(10) == (0, True)
+    assert stored.held > left, "the clear finds them"
+    assert stored.store.close(5.0)
+
+
+def test_a_deletion_that_hangs_holds_up_no_other_one(tmp_path, faulty, clock):
+    stored = Stored(tmp_path, clock)
+    stored.save(KEYS[:20])
+    faulty.stuck.add(tmp_path / "disk2")
+    for hanging in (1, 2):
+        stored.store.invalidate(KEYS[:20])
+        wait_for(lambda hanging=hanging: faulty.waiting == hanging, "it hangs")
+    clock.now += FROZEN_S
+    stored.store.invalidate(KEYS[:20])
+    wait_for(lambda: not any(of(stored.tier, at) for at in (0, 1, 3)), "the others are empty")
+    wait_for(lambda: stored.tier.owed == 3, "the others of that disk are owed")
+    assert len(stored.lower.chunks.leaving) == 2
+    faulty.stuck.clear()
+    faulty.goes.set()
+    wait_for(lambda: stored.tier.disks[2].idle, "they are done")
+    stored.mend(faulty)
+    assert not of(stored.tier, 2) and not stored.lower.chunks.leaving
     assert stored.store.close(5.0)

@@ -15,7 +15,7 @@ from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
-from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room
+from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room, tried
 
 SLOTS = 8
 ROOM = room(SLOTS)
@@ -184,11 +184,12 @@ def test_a_file_system_that_is_full_costs_nothing_in_use_and_itself_at_a_start(d
     tier = disks.opened()
     assert [bool(disk.away) for disk in tier.disks] == [False, True, False]
     assert "must stay free" in tier.nodes_away[0] and tier.capacity == 80
+    assert set(tier.recovered()) == of(tier, 0) | of(tier, 2)
     assert held(tier, disks.keys) == {at for at, key in enumerate(disks.keys) if tier.find([key])}
     filler.unlink()
     other.unlink()
     disks.clock.now += 60
-    assert tier.lost_and_found() == ([], []) and tier.capacity == 120
+    assert tried(tier) == ([], []) and tier.capacity == 120
     tier.close()
 
 
@@ -198,13 +199,13 @@ def test_a_file_system_that_is_unmounted_costs_its_own_and_is_back_when_mounted(
     first = of(tier, 0)
     disks.exchange(None)
     assert held(tier, list(first)[:1]), "open files are read to the end"
-    assert set(tier.lost_and_found()[0]) == first and tier.capacity == 80
+    assert set(tried(tier)[0]) == first and tier.capacity == 80
     disks.clock.now += 60
-    assert tier.lost_and_found() == ([], []) and not list(disks.points[0].iterdir()), "nothing made"
+    assert tried(tier) == ([], []) and not list(disks.points[0].iterdir()), "nothing made"
     assert len(held(tier, disks.keys)) == 60 - len(first)
     subprocess.run(["mount", "-o", "loop", str(disks.images[0]), str(disks.points[0])], check=True)
     disks.clock.now += 60
-    assert set(tier.lost_and_found()[1]) == first and held(tier, disks.keys) == set(range(60))
+    assert set(tried(tier)[1]) == first and held(tier, disks.keys) == set(range(60))
     tier.close()
 
 
@@ -215,7 +216,7 @@ def test_file_systems_that_change_places_are_left_alone_and_warm_after_a_restart
     disks.exchange(disks.images[1], disks.images[0])
     held(tier, disks.keys)
     disks.clock.now += 60
-    tier.lost_and_found()
+    tried(tier)
     assert len(tier.nodes_away) == 2 and "another device" in tier.nodes_away[0]
     assert held(tier, disks.keys) == {at for at, key in enumerate(disks.keys) if key in last}
     tier.close(disks.keys)

@@ -120,7 +120,7 @@ class World:
     @property
     def making(self):
         """The process of what is made now."""
-        return self.opening or self.current.process
+        return self.opening if self.current is self.main else self.current.process
 
     # ---- for product code, through the primitives below ------------------------------------------
 
@@ -356,7 +356,7 @@ class Thread:
 
     def __init__(self, world, target, name):
         self._world, self._target, self.name = world, target, name
-        self._process = world.opening
+        self._process = world.making
         self._task: Task | None = None
 
     def start(self):

@@ -291,7 +291,8 @@ class Simulation:
             self.disk.power_cut()
             for medium in self.media.values():
                 medium.power_cut()
-        self.mend("hangs")
+        if self.world.rng.random() < 0.5 or not self.set:
+            self.mend("hangs")
         self.open()
         if not closed and not self.events["power cuts"] and not self.world.injected:
             found, (held, moving) = self.on_disk()[0], before
@@ -420,8 +421,11 @@ class Simulation:
         """What disks that are left alone had is not told of any more, nor is their room."""
         lower = store.lower[self.kinds.index("nvme")]
         self.world.settle()
-        lower.lane.submit(lower.sweep)
-        self.world.settle()
+        told = False
+        while not told:
+            lower.lane.submit(lower.sweep)
+            self.world.settle()
+            told = not (self.disks()._lost or self.disks()._found)
         self.idle(store)
 
     def idle(self, store):
@@ -443,7 +447,8 @@ class Simulation:
         if "nvme" in self.kinds:
             index, tiers = directory.tiers[self.kinds.index("nvme")], self.nvme_now()
             known, held = sorted(index.order), sorted(key for each in tiers for key in each._places)
-            free, room = sum(map(len, (each._free for each in tiers))), index.capacity
+            free = sum(len(each._free) + each.owed for each in tiers)
+            room = index.capacity
             if (
                 known != held
                 or not len(held) + free == sum(each.capacity for each in tiers) == room

@@ -9,7 +9,7 @@ outside it, on the tier's lane. The Store keeps the claims and leases.
 from __future__ import annotations
 
 import mmap
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -81,7 +81,7 @@ class LowerTier:
         self.chunks = core.directory.tiers[index]
         """Guarded by the Store's lock, as :attr:`pace`."""
         self.chunks.shared = place.tier.shared
-        self._to_delete: list[ChunkKey] = []
+        self._to_delete = deque[ChunkKey]()
         self._doubted: dict[int, dict[ChunkKey, None]] = {}
         """Owner -> chunks that it wants dropped if its own, which the tier has to be asked."""
         self._asking_whose = False
@@ -276,12 +276,17 @@ class LowerTier:
         self._to_delete.append(key)
 
     def sweep(self) -> None:
-        """On a lane thread: delete what is to be deleted."""
+        """On a lane thread: delete what is to be deleted. What a disk that hangs has of it holds up
+        this thread alone."""
         self._follow_chunks()
         with self._lock:
             self._follow_room()
-            keys, self._to_delete = self._to_delete, []
-        self.delete(keys)
+            key = self._to_delete.popleft() if self._to_delete else None
+        while key is not None:
+            self.tier.delete(key)
+            with self._lock:
+                self.chunks.deleted([key])
+                key = self._to_delete.popleft() if self._to_delete else None
 
     def sweep_soon(self) -> None:
         """Queue a sweep if there is anything to delete. Where refused, queued work sweeps first."""
@@ -336,7 +341,8 @@ class LowerTier:
         this Store does not know: how many, and whether it was searched to the end. On the lane,
         where it takes seconds. What is being written is left to its writer."""
         future: Future[tuple[int, bool]] = Future()
-        if not (self.tier.shared or self.tier.open_breakers):
+        there = self.tier.capacity == self._room_told and not self.tier.open_breakers
+        if there and not self.tier.shared:
             future.set_result((0, True))
         elif not self.lane.submit(partial(self._purge_unseen, owner, future)):
             future.set_result((0, False))
@@ -345,6 +351,7 @@ class LowerTier:
     def _purge_unseen(self, owner: int | None, future: Future[tuple[int, bool]]) -> None:
         going, whole = list[ChunkKey](), False
         try:
+            self._follow_chunks()
             keys, whole = self.tier.held_of(owner)
             with self._lock:
                 going = self.chunks.leave_all(keys)

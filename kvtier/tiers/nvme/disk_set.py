@@ -5,9 +5,10 @@ A chunk lies whole on one disk, which is chosen when it is written. The chunks o
 spread, so one load reads from all disks. Pieces of one chunk on all disks would be read no sooner
 than so, and one bad disk would cost all chunks.
 
-A disk that fails, hangs or becomes far slower than the others is left alone. Its chunks are misses,
-its room leaves ``capacity``, and the others go on. It is tried again by itself, and told with what
-it still holds.
+A disk that fails, hangs or becomes far slower than the others is left alone, one that does not
+answer at the start too. Its chunks are misses, its room leaves ``capacity``, and the others go on.
+It is tried again on a thread of its own, and told with what it still holds. What is deleted
+meanwhile is gone at once, and from the disk when it answers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey, coldest_first
-from kvtier.core.errors import TierError
+from kvtier.core.errors import KVTierError, TierError
 from kvtier.core.report import DiskStatus
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.tiers.base import EVENTS, EventCounts, Tier
@@ -32,6 +33,8 @@ from kvtier.tiers.nvme.set_disk import SetDisk
 from kvtier.tiers.nvme.tier import NvmeTier
 
 _LOG = logging.getLogger(__name__)
+START_S, CLOSE_S = 10.0, 10.0
+"""Longest that a start, or a close, waits for disks."""
 _FIRST_PACE_S = 0.001
 """Pace of disks before any is known."""
 _LATE_FACTOR = 4
@@ -46,10 +49,11 @@ class DiskPlace(NamedTuple):
 
 
 class DiskSet(Tier):
-    """Raises TierError where no disk can be opened. One that cannot be is left alone at first.
-    ``lent`` and ``in_huge_pages``: see :class:`NvmeTier`.
+    """Raises TierError where no disk can be opened, and none hangs. ``lent`` and ``in_huge_pages``:
+    see :class:`NvmeTier`.
 
-    Threads: any number of lane threads. ``_lock`` guards the disks' states. No I/O under it.
+    Threads: any number of lane threads. ``_lock`` guards the disks' states, and ``_admitting``, for
+    one disk at a time, which chunks others have. No I/O under them.
     """
 
     name = "nvme"
@@ -64,8 +68,9 @@ class DiskSet(Tier):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lock = threading.Lock()
-        self._lent = lent
+        self._lock, self._admitting = threading.Lock(), threading.Lock()
+        self._tried = threading.Condition(self._lock)
+        self._lent, self._closed = lent, False
 
         def opened(place: DiskPlace, lent: bool) -> NvmeTier:
             return NvmeTier(
@@ -89,49 +94,54 @@ class DiskSet(Tier):
         self._events = EventCounts(EVENTS, _LOG, "NVMe tier of several disks")
         self._turn = 0.0
         self._lost: list[ChunkKey] = []
-        self._found: list[ChunkKey] = []
-        self._recovered = self._open()
-        self.capacity = sum(disk.capacity for disk in self.disks)
+        self._found: list[tuple[SetDisk, Sequence[ChunkKey]]] = []
+        self.capacity = 0
         self.chunk_room = slot_bytes
         self.fixed_room = sum(
             table_bytes(slots_within(place.bytes_, slot_bytes)) for place in places
         )
+        self._try_again()
+        self._wait_for_start()
 
-    def _open(self) -> list[ChunkKey]:
-        """Where a chunk is on two disks, one of them keeps it."""
-        stamped, failed = list[tuple[ChunkKey, tuple[int, float]]](), list[str]()
-        for at, disk in enumerate(self.disks):
-            try:
-                held = disk.open(lent=self._lent)
-            except (TierError, OSError) as error:
-                with self._lock:
-                    disk.leave_alone(str(error))
-                failed.append(str(error))
-                continue
-            for rank, key in enumerate(held):
-                if any(other.holds(key) for other in self.disks[:at]):
-                    disk.well_tier.delete(key)
-                else:
-                    # of records without a stamp a disk's own order is known only
-                    stamp = disk.well_tier.stamp(key), rank / len(held)
-                    stamped.append((key, stamp))
-        if len(failed) == len(self.disks):
-            raise TierError("; ".join(failed))
-        for why in failed:
-            _LOG.warning("%s; the other disks serve without it, and it is tried again", why)
-        return coldest_first(stamped)
+    def _wait_for_start(self) -> None:
+        until = time.monotonic() + START_S
+        with self._lock:
+            while any(disk.calls or disk.owed for disk in self.disks) and (
+                (left := until - time.monotonic()) > 0
+            ):
+                self._tried.wait(left)
+            for disk in self.disks:
+                if disk.away:
+                    disk.leave_alone(disk.away)
+        if all(disk.away and disk.idle for disk in self.disks):
+            self.close()
+            raise TierError("; ".join(disk.away for disk in self.disks))
+        for disk in self.disks:
+            if disk.away:
+                _LOG.warning(
+                    "NVMe tier %s: %s; the other disks serve without it, and it is tried again",
+                    disk.folder,
+                    disk.away,
+                )
 
     # ---- chunks ----------------------------------------------------------------------------------
 
     def recovered(self) -> Sequence[ChunkKey]:
-        keys, self._recovered = self._recovered, []
-        return keys
+        with self._lock:
+            found, self._found = self._found, []
+        # of records without a stamp a disk's own order is known only
+        return coldest_first(
+            (key, (disk.well_tier.stamp(key), rank / len(held)))
+            for disk, held in found
+            for rank, key in enumerate(held)
+            if disk.holds(key)
+        )
 
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         self._try_again()
         if self._of(key) is not None:
             return True
-        tried = list[SetDisk]()
+        tried = [disk for disk in self.disks if key in disk.owed]
         while (disk := self._chosen(tried)) is not None:
             tried.append(disk)
             if (call := self._begin(disk)) is None:
@@ -170,11 +180,17 @@ class DiskSet(Tier):
 
     def delete(self, key: ChunkKey) -> None:
         for disk in self.disks:
-            if disk.holds(key) and (call := self._begin(disk, deleting=key)) is not None:
-                try:
-                    disk.well_tier.delete(key)
-                finally:
-                    self._end(disk, call, moved=False)
+            if not disk.holds(key):
+                continue
+            if (call := self._begin(disk)) is None:
+                with self._lock:
+                    disk.owed.add(key)
+                disk.lane.submit(partial(self._settle, disk))
+                continue
+            try:
+                disk.well_tier.delete(key)
+            finally:
+                self._end(disk, call, moved=False)
 
     def lost_and_found(self) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
         self._try_again()
@@ -182,18 +198,20 @@ class DiskSet(Tier):
             self._look()
             lost, self._lost = self._lost, []
             found, self._found = self._found, []
-        return lost, found
+        return lost, [key for disk, held in found for key in held if disk.holds(key)]
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """A disk that hangs is as after a crash at the next start."""
-        order = list(coldest_first)
+        order, until = list(coldest_first), time.monotonic() + CLOSE_S
+        with self._lock:
+            self._closed = True
+            closing = [disk for disk in self.disks if disk.answers()]
+        for disk in closing:
+            disk.lane.submit(partial(disk.close, order), urgent=True)
         for disk in self.disks:
-            if not disk.well() and not disk.idle:
+            left_s = max(0.0, until - time.monotonic()) if disk in closing else 0.0
+            if not disk.lane.close(left_s):
                 _LOG.warning("NVMe tier %s: it hangs, so it is not closed", disk.folder)
-            elif disk.tier is not None:
-                for key in disk.owed:
-                    disk.tier.delete(key)
-                disk.tier.close(order)
 
     # ---- owners ----------------------------------------------------------------------------------
 
@@ -251,7 +269,8 @@ class DiskSet(Tier):
 
     @property
     def owed(self) -> int:
-        return sum(len(disk.owed) for disk in self.disks)
+        tiers = [disk.tier for disk in self.disks if disk.tier is not None]
+        return sum(len(disk.owed) for disk in self.disks) + sum(tier.owed for tier in tiers)
 
     # ---- which disk ------------------------------------------------------------------------------
 
@@ -286,19 +305,17 @@ class DiskSet(Tier):
         disks = enumerate(self.disks)
         return sorted((one.pace_s, at) for at, one in disks if one.pace_s and not one.away)
 
-    def _begin(self, disk: SetDisk, deleting: ChunkKey | None = None) -> int | None:
-        """A call to a disk begins as soon as it has fewer than its most. None: nobody waits for it
-        now, or it is left alone, and owes the deletion."""
+    def _begin(self, disk: SetDisk, *, patient: bool = False) -> int | None:
+        """A call to a disk begins as soon as it has fewer than its most. None: it is left alone, or
+        nobody but who is ``patient`` waits for it now."""
         with self._lock:
             while True:
                 self._look()
                 if disk.away:
-                    if deleting is not None:
-                        disk.owed.add(deleting)
                     return None
                 if disk.calls < disk.most_calls:
                     return disk.begun()
-                if deleting is None and not disk.well():
+                if not patient and not disk.well():
                     return None
                 disk.freed.wait(min(disk.frozen_s, disk.late_s))
 
@@ -319,8 +336,7 @@ class DiskSet(Tier):
         for disk in self.disks:
             if not disk.away and (why := disk.fault()):
                 held = disk.leave_alone(why)
-                gone = set(held)
-                self._found = [key for key in self._found if key not in gone]
+                self._found = [back for back in self._found if back[0] is not disk]
                 self._lost += held
                 self.capacity = sum(one.capacity for one in self.disks)
                 _LOG.warning(
@@ -332,30 +348,53 @@ class DiskSet(Tier):
                 )
 
     def _try_again(self) -> None:
-        """On a lane thread: try the disks whose time has come, one thread each."""
+        """Try the disks whose time has come, each on its own thread."""
         for disk in self.disks:
             if not disk.away:
                 continue
             with self._lock:
-                if not (disk.away and disk.idle and disk.breaker.allows()):
+                if self._closed or not (disk.away and disk.idle and disk.breaker.allows()):
                     continue
                 call = disk.begun()
-            held, why = self._tried(disk)
+            disk.lane.submit(partial(self._try, disk, call), urgent=True)
+
+    def _try(self, disk: SetDisk, call: int) -> None:
+        """On the disk's own thread."""
+        held, why = list[ChunkKey](), ""
+        try:
+            held = list(disk.try_again(lent=self._lent))
+        except (KVTierError, MemoryError, OSError) as error:
+            why = str(error)
+        with self._admitting:
+            others = [other for other in self.disks if not other.away]
+            twice = [key for key in held if any(other.holds(key) for other in others)]
             with self._lock:
                 disk.ended(call, moved=False)
                 if why:
-                    disk.away = why
-                    disk.breaker.fault()
-                    continue
-                disk.away, disk.due = "", self._turn
-                disk.breaker.ok()
-                self._found += held
-                self.capacity = sum(one.capacity for one in self.disks)
-            _LOG.warning("NVMe tier %s: it is back, with %d chunks", disk.folder, len(held))
+                    disk.leave_alone(why)
+                elif not self._closed:
+                    disk.owed.update(twice)
+                    disk.away, disk.due = "", self._turn
+                    self._found.append((disk, held))
+                    self.capacity = sum(one.capacity for one in self.disks)
+                    if disk.breaker.ok():
+                        _LOG.warning(
+                            "NVMe tier %s: it is back, with %d chunks", disk.folder, len(held)
+                        )
+        if self._closed:
+            disk.close()
+        self._settle(disk)
 
-    def _tried(self, disk: SetDisk) -> tuple[Sequence[ChunkKey], str]:
-        others = [other for other in self.disks if other is not disk and not other.away]
-        try:
-            return disk.try_again(others, lent=self._lent), ""
-        except (TierError, OSError) as error:
-            return [], str(error)
+    def _settle(self, disk: SetDisk) -> None:
+        """On the disk's own thread: delete what it owes."""
+        while True:
+            with self._lock:
+                key = next(iter(disk.owed), None)
+            if key is None or (call := self._begin(disk, patient=True)) is None:
+                break
+            disk.well_tier.delete(key)
+            with self._lock:
+                disk.owed.discard(key)
+            self._end(disk, call, moved=False)
+        with self._lock:
+            self._tried.notify_all()

@@ -12,6 +12,7 @@ from threading import Condition
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
+from kvtier.core.lanes import Lane
 from kvtier.core.report import DiskStatus
 from kvtier.tiers.breaker import OPENING_FAULTS, Breaker
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -51,13 +52,16 @@ class SetDisk:
     ) -> None:
         self.folder, self.most_calls, self.freed = folder, most_calls, freed
         self._open, self._clock = open_, clock
+        self.lane = Lane("disk", 1, urgent_bound=2, bound=1)
+        """Its own thread: opens, tries and closes it, and deletes what it owes. Nobody waits for
+        that longer than a bound."""
         self.breaker = Breaker(clock)
         self.tier: NvmeTier | None = None
         """None while it cannot be opened. Replaced only by the one call that tries it again."""
-        self.away = ""
+        self.away = "it has not answered since the start"
         """Why the disk is left alone. Empty: it is well."""
         self.owed: set[ChunkKey] = set()
-        """Chunks to be deleted when it is well again."""
+        """Chunks that are gone, and that its own thread has to delete."""
         self.past: Counter[str] = Counter()
         """Counts of its earlier tiers."""
         self.due = 0.0
@@ -78,11 +82,15 @@ class SetDisk:
     def holds(self, key: ChunkKey) -> bool:
         """Without the lock."""
         tier = self.tier
-        return tier is not None and key in tier
+        return tier is not None and key in tier and key not in self.owed
 
     def well(self) -> bool:
         """Without the lock: it is not left alone, and answers."""
-        return not self.away and self._clock() - self.oldest < min(self.frozen_s, self.late_s)
+        return not self.away and self.answers()
+
+    def answers(self) -> bool:
+        """Without the lock."""
+        return self._clock() - self.oldest < min(self.frozen_s, self.late_s)
 
     def keep_up(self, pace_s: float) -> None:
         """``pace_s``: the fastest of the other disks. None is known: infinite."""
@@ -185,40 +193,38 @@ class SetDisk:
 
     # ---- without the lock, by one call at a time -------------------------------------------------
 
-    def open(self, *, lent: bool) -> Sequence[ChunkKey]:
-        """Open its folder. Returns what it holds, coldest first. Raises TierError."""
+    def try_again(self, *, lent: bool) -> Sequence[ChunkKey]:
+        """Open the folder unless what is open works. Returns what it holds, coldest first. Raises
+        TierError or OSError."""
+        begun = self._clock()
+        if self.tier is not None and self.tier.works():
+            if self._clock() - begun >= self.late_s / self.most_calls:
+                raise TierError("it is far slower than the other disks")
+            return self.tier.held()
+        if was_open := self._device is not None:
+            self._require_place()
+        if (old := self.tier) is not None:
+            self.owed.update(old.unerased())
+            self.tier = None
+            self.past.update(old.counts)
+            old.close(old.held())
         tier = self._open(lent)
         self.past.pop("lifetime_bytes", None)  # the folder knows it
         self.tier, self._faults = tier, 0
         slowest_s = self.most_calls * tier.slot_bytes / _SLOWEST_BYTES_S
         self.frozen_s, self._paced = max(FROZEN_S, slowest_s), 0
         self._device = os.stat(self.folder).st_dev
+        if was_open and not tier.works():
+            raise TierError("it was opened again, and cannot be read and written")
         return tier.recovered()
 
-    def try_again(self, others: Iterable[SetDisk], *, lent: bool) -> Sequence[ChunkKey]:
-        """Open the folder again unless what is open works. Returns what it holds and none of
-        ``others`` does, coldest first. Raises TierError or OSError."""
-        begun = self._clock()
-        if self.tier is not None and self.tier.works():
-            if self._clock() - begun >= self.late_s / self.most_calls:
-                raise TierError("it is far slower than the other disks")
-            held: Sequence[ChunkKey] = self.tier.held()
-        else:
-            self._require_place()
-            if (old := self.tier) is not None:
-                self.tier = None
-                self.past.update(old.counts)
-                old.close(old.held())
-            held = self.open(lent=lent)
-            if not self.well_tier.works():
-                raise TierError("it was opened again, and cannot be read and written")
-        twice = {key for key in held if any(other.holds(key) for other in others)}
-        going, self.owed = self.owed | twice, set()
-        for key in going:
-            self.well_tier.delete(key)
-        return [key for key in held if key not in going]
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        if (tier := self.tier) is not None:
+            for key in self.owed:
+                tier.delete(key)
+            tier.close(coldest_first)
 
     def _require_place(self) -> None:
         """Nothing may be made where the disk is not mounted. Raises TierError or OSError."""
-        if self._device is not None and self._device != os.stat(self.folder).st_dev:
+        if self._device != os.stat(self.folder).st_dev:
             raise TierError("its folder lies on another device now: restart to use that one")

@@ -60,6 +60,9 @@ class NvmeTier(Tier):
     nothing. ``counts["lifetime_bytes"]``: written since the folder was empty, by the records'
     sequence numbers, so a crash loses the newest.
 
+    ``owed``: chunks that are gone, but their records could not be erased. Each write tries that
+    again, and none is believed after a close.
+
     ``trouble``: the folder was removed or replaced while in use, as each write and read checks.
     Nothing is written until it is back. Chunks are served as before.
     """
@@ -116,6 +119,8 @@ class NvmeTier(Tier):
         self._given: list[int] = []
         """Slots whose blocks were given back to the file system."""
         self._free = array("I")
+        self._unerased: dict[int, ChunkKey] = {}
+        """Slots that are not free before their records are erased, and whose they were."""
         self._seq = 0
         self._recovered = self._recover()
         self._events.add("lifetime_bytes", self._seq * slot_bytes)
@@ -149,6 +154,14 @@ class NvmeTier(Tier):
     def trouble(self) -> str:
         return self._trouble
 
+    @property
+    def owed(self) -> int:
+        return len(self._unerased)
+
+    def unerased(self) -> Sequence[ChunkKey]:
+        with self._lock:
+            return list(self._unerased.values())
+
     def recovered(self) -> Sequence[ChunkKey]:
         keys, self._recovered = self._recovered, []
         return keys
@@ -163,6 +176,7 @@ class NvmeTier(Tier):
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         if not 0 < data.nbytes <= self.slot_bytes:
             raise StateError(f"a chunk of {data.nbytes} bytes for slots of {self.slot_bytes} bytes")
+        self._erase()
         with self._lock:
             if key in self._places:
                 return True
@@ -235,7 +249,9 @@ class NvmeTier(Tier):
             return self.capacity - len(self._given)
 
     def works(self) -> bool:
-        """Whether the folder is in place, a free slot can be written, and a slot be read."""
+        """Whether the folder is in place, a free slot can be written, a slot be read, and nothing
+        is owed."""
+        self._erase()
         chunk = memoryview(bytearray(self.slot_bytes))
         with self._lock:
             slot = self._free.pop() if self._free else None
@@ -243,7 +259,7 @@ class NvmeTier(Tier):
             if slot is not None:
                 self._files.write_payload(slot, chunk)
             self._files.read_payload(slot or 0, chunk)
-            return self._look()
+            return self._look() and not self._unerased
         except OSError:
             return False
         finally:
@@ -263,10 +279,11 @@ class NvmeTier(Tier):
     def delete(self, key: ChunkKey) -> None:
         with self._lock:
             place = self._places.pop(key, None)
-            if place is not None:
-                self._events.add("evicted_unread", self._unread[place % self.capacity])
-        if place is not None:
-            self._empty(place % self.capacity)
+            if place is None:
+                return
+            self._events.add("evicted_unread", self._unread[place % self.capacity])
+            self._unerased[place % self.capacity] = key
+        self._erase()
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Keys that ``coldest_first`` leaves out count as colder. Later calls miss."""
@@ -383,17 +400,27 @@ class NvmeTier(Tier):
                 return
             del self._places[key]
             self._events.add(count)
+            self._unerased[place % self.capacity] = key
         self._events.log_first(count, key.hex())
-        self._empty(place % self.capacity)
+        self._erase()
 
-    def _empty(self, slot: int) -> None:
-        """Erase the record, then free the slot: else the next chunk's record might be erased."""
-        try:
-            self._files.write_record(slot, EMPTY_RECORD)
-        except OSError as error:
-            self._events.log_first("write", error)
-        with self._lock:
-            self._free.append(slot)
+    def _erase(self) -> None:
+        """Erase a record, then free its slot: else the next chunk's record might be erased."""
+        while self._unerased:
+            with self._lock:
+                if not self._unerased:
+                    return
+                slot, key = self._unerased.popitem()
+            try:
+                self._files.write_record(slot, EMPTY_RECORD)
+            except OSError as error:
+                self._events.log_first("write", error)
+                self._events.add("failed_writes")
+                with self._lock:
+                    self._unerased[slot] = key
+                return
+            with self._lock:
+                self._free.append(slot)
 
     def _checksum(self, slot: int) -> bytes:
         return bytes(self._checksums[slot])
