@@ -10,13 +10,10 @@ front as makes them the only one.
 from __future__ import annotations
 
 import ast
-import copy
 from collections import defaultdict
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
-Code = ast.expr | list[ast.stmt]
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _NOT_MEANT = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 """Fields that say nothing about what a piece of code does."""
@@ -26,8 +23,7 @@ class DoesNotFitError(Exception):
     """A pattern that stands nowhere, or more than once."""
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a pattern was met."""
 
     above: ast.AST
@@ -35,13 +31,9 @@ class _Place:
     """The field of ``above``."""
     begin: int | None
     """The first one, where the field is a list."""
-    count: int = 1
-    met: list[list[ast.stmt]] = field(default_factory=list)
+    length: int
+    met: list[list[ast.stmt]]
     """What stood for each ``...``."""
-
-    @property
-    def begins_at(self):
-        return id(self.above), self.name, self.begin
 
 
 def parsed(pattern, replacement):
@@ -93,7 +85,7 @@ def _places(root, wanted):
                 many = isinstance(value, list)
                 for number, one in enumerate(value if many else [value]):
                     if isinstance(one, ast.expr) and _same(wanted, one, []):
-                        yield _Place(above, name, number if many else None)
+                        yield _Place(above, name, number if many else None, 1, [])
             elif isinstance(value, list) and value and isinstance(value[0], ast.stmt):
                 for begin in range(len(value) - len(wanted) + 1):
                     met: list[list[ast.stmt]] = []
@@ -112,28 +104,15 @@ class _Filled(ast.NodeTransformer):
         return next(self._met, []) if is_any(node) else node
 
 
-@contextmanager
-def _replacing(place, replacement):
-    """The tree has the replacement in it meanwhile."""
+def _replace(place, replacement):
     into = getattr(place.above, place.name)
     if place.begin is None:
         setattr(place.above, place.name, replacement)
-        try:
-            yield
-        finally:
-            setattr(place.above, place.name, into)
-        return
-    before = list(into)
-    if isinstance(replacement, ast.expr):
+    elif isinstance(replacement, ast.expr):
         into[place.begin] = replacement
     else:
-        module = ast.Module(copy.deepcopy(replacement), [])
-        _Filled(place.met).visit(module)
-        into[place.begin : place.begin + place.count] = module.body or [ast.Pass()]
-    try:
-        yield
-    finally:
-        into[:] = before
+        module = _Filled(place.met).visit(ast.Module(replacement, []))
+        into[place.begin : place.begin + place.length] = module.body or [ast.Pass()]
 
 
 def _named(tree, name):
@@ -194,7 +173,7 @@ def _add(found, package, path):
 
 def planted(package, where, pattern, replacement):
     """The file that has the definition ``where``, relative to ``package``, and its text with the
-    replacement in the place of the pattern. Only the definition around it is laid out anew.
+    replacement in the place of the pattern, as Python lays it out.
 
     Raises:
         DoesNotFitError: there is not exactly one such definition, or the pattern does not stand in
@@ -210,49 +189,11 @@ def planted(package, where, pattern, replacement):
 
 def replaced(text, name, pattern, replacement):
     """See :func:`planted`. ``name``: of the definition in this module; empty for all of it."""
-    tree, above = _tree(text)
+    tree = ast.parse(text)
     wanted, becomes = parsed(pattern, replacement)
     places = [place for each in _named(tree, name) for place in _places(each, wanted)]
-    places = list({place.begins_at: place for place in places}.values())
+    places = list({(id(one.above), one.name, one.begin): one for one in places}.values())
     if len(places) != 1:
         raise DoesNotFitError(f"{pattern!r} stands {len(places)} times in {name or 'the module'}")
-    [place] = places
-    owner, begin, count = _statements(above, place)
-    size = len(owner)
-    first, last = owner[begin], owner[begin + count - 1]
-    with _replacing(place, becomes):
-        return _spliced(text, first, last, owner[begin : begin + count + len(owner) - size])
-
-
-@cache
-def _tree(text):
-    """A module, and what each node of it lies in."""
-    tree = ast.parse(text)
-    return tree, {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-
-
-def _statements(above, place):
-    """The statements of a module or of a class, as a list with begin and count, that have the
-    place in them."""
-    node = place.above
-    if isinstance(node, ast.Module | ast.ClassDef) and place.name == "body":
-        assert place.begin is not None
-        return node.body, place.begin, place.count
-    while not (isinstance(node, ast.stmt) and isinstance(above[node], ast.Module | ast.ClassDef)):
-        node = above[node]
-    owner = above[node]
-    assert isinstance(owner, ast.Module | ast.ClassDef)
-    return owner.body, owner.body.index(node), 1
-
-
-def _spliced(text, first, last, now):
-    lines = text.split("\n")
-    heads = getattr(first, "decorator_list", [])
-    begin = min(each.lineno for each in (first, *heads)) - 1
-    assert last.end_lineno is not None
-    depth = first.col_offset // 4
-    laid_out: list[ast.stmt] = list(now)
-    for _ in range(depth):  # strings of several lines keep what is in them
-        laid_out = [ast.If(ast.Constant(True), laid_out, [])]
-    written = ast.unparse(ast.fix_missing_locations(ast.Module(laid_out, []))).split("\n")[depth:]
-    return "\n".join([*lines[:begin], *written, *lines[last.end_lineno :]])
+    _replace(places[0], becomes)
+    return ast.unparse(ast.fix_missing_locations(tree))

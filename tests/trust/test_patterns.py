@@ -6,34 +6,23 @@ import pytest
 
 from tests.trust.patterns import DoesNotFitError, planted, replaced
 
-SOURCE = '''
+SOURCE = """
 LIMIT = 4
 
 
 class Box:
-    size: int = 3
-
-    @property
-    def is_full(self) -> bool:
-        """Whether nothing more
-        fits."""
-        return len(self.held) >= self.size  # as many as it was made for
-
     def put(self, thing, *, twice=False):
-        if self.is_full:
+        if thing in self.held and not twice:
             raise Full(
                 thing,
             )
-        elif thing in self.held and not twice:
-            self.seen += 1
-            return
         self.held.append(thing)
 
 
 def put(box, thing):
     box.put(thing)
     box.put(thing)
-'''
+"""
 
 
 def same(text, expected):
@@ -43,18 +32,10 @@ def same(text, expected):
 @pytest.mark.parametrize(
     ("name", "pattern", "replacement", "old", "new"),
     [
-        (
-            "Box.is_full",
-            "len(self.held) >= self.size",
-            "False",
-            "len(self.held) >= self.size",
-            "False",
-        ),
-        ("Box", "size: int = 3", "size: int = 4", "size: int = 3", "size: int = 4"),
         ("", "LIMIT = 4", "LIMIT = 5", "LIMIT = 4", "LIMIT = 5"),
         ("Box.put", "raise Full(thing)", "raise Full(self)", "   thing,", "   self,"),
         ("Box.put", "self.held.append(thing)", "", "self.held.append(thing)", "pass"),
-        ("Box.put", "thing in self.held and not twice", "not twice", "thing in self.held and", ""),
+        ("Box.put", "thing in self.held", "False", "thing in self.held", "False"),
         ("put", "box.put(thing)\nbox.put(thing)", "box.put(thing)", "    box.put(thing)\n", ""),
         (
             "Box",
@@ -77,12 +58,6 @@ def test_what_stood_for_any_statements_stands_there_again():
         replaced(source, "go", pattern, "if not a:\n    ...\nelse:\n    ..."),
         source.replace("if a", "if not a"),
     )
-
-
-def test_code_around_the_definition_is_left_as_it_is():
-    text = replaced(SOURCE, "put", "box.put(thing)\nbox.put(thing)", "box.put(thing)")
-    before = SOURCE.index("def put(box")
-    assert text[:before] == SOURCE[:before]
 
 
 @pytest.mark.parametrize(
