@@ -1,12 +1,13 @@
-"""A stand-in for an engine, to be killed: ``python -m tests.engine_process MODE SOCKET SEED``.
+"""Stand-ins for engines, to be killed.
 
-``churn`` saves and loads random prompts for ever, as an engine's scheduler and worker would, and
-compares every byte it is served. SIGTERM ends it well, a wrong byte with status 3. It tells what it
-does, a letter each: ``h`` load of at least one chunk, ``m`` load of none, ``s`` in the middle of a
-save, ``c`` commit.
+:func:`churn` saves and loads random prompts for ever, as an engine's scheduler and worker would,
+and compares every byte it is served. A wrong byte ends it with status 3. It tells what it does, a
+letter each: ``h`` load of at least one chunk, ``m`` load of none, ``s`` in the middle of a save,
+``c`` commit.
 
-``hold`` begins a save, starts a worker process of its own, which writes rubbish into the reserved
-slots for ever, and does not come to an end. It prints the worker's process id once that writes.
+``python -m tests.engine_process hold SOCKET`` begins a save, starts a worker process of its own,
+which writes rubbish into the reserved slots for ever, and does not come to an end. It prints the
+worker's process id once that writes.
 """
 
 import os
@@ -47,15 +48,12 @@ def say(letter):
 
 def churn(client, seed):
     draw = random.Random(seed)
-    going = [True]
-    signal.signal(signal.SIGTERM, lambda *_: going.clear())
-    while going:
+    while True:
         keys = run(draw.randrange(PROMPTS), draw.randint(1, LONGEST))
         load_some(client, keys)
         save_some(client, keys)
         if client.pool is None:
             time.sleep(0.001)
-    client.close()
 
 
 def load_some(client, keys):
@@ -106,9 +104,7 @@ def worker(path, witness_path, slots, *mine):
 
 if __name__ == "__main__":
     mode, *rest = sys.argv[1:]
-    if mode == "churn":
-        churn(client_at(rest[0]), int(rest[1]))
-    elif mode == "hold":
+    if mode == "hold":
         hold(attached_at(rest[0]))
     else:
         worker(rest[0], rest[1], *map(int, rest[2:]))

@@ -4,12 +4,13 @@ import gzip
 import resource
 import shutil
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 from kvtier.admin.forms import MAX_TOKENS
 from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
+from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.errors import KVTierError
 from kvtier.tiers.away.object_layout import room
 from kvtier.tiers.redis.layout import Form
@@ -210,11 +211,17 @@ def guesses_salts(stage):
 
 
 def reads_behind_chunks(stage):
-    """It takes slots that others' chunks have filled."""
-    server, port = open_port(stage, **NO_NVME)
+    """It takes slots that others' chunks have filled, and reads again from NVMe."""
+    server, port = open_port(stage, nvme_bytes=2 * RAM_BYTES)
+    keys = run(77, 64)
     clients.fills(server.access(OTHER, "acme"), RAM_BYTES // SLOT)
     with stage.attack(server):
-        read = clients.ends_of_others(server.access(), port, run(77, 64))
+        read = clients.ends_of_others(server.access(), port, keys)
+        spilled(server, "nvme", RAM_BYTES // SLOT + len(keys))
+    server.stop()
+    server.start()
+    with closing(RemoteTier(clients.far(port))) as reader:
+        read += sum(clients.behind(reader, key) for key in keys)
     stage.must(not read, f"{read} bytes of others' chunks were read")
 
 

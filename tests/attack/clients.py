@@ -176,7 +176,7 @@ def ends_of_others(server, port, keys):
             stack.enter_context(closing(RemoteTier(far(port, size)))) for size in (SHORT, SLOT)
         )
         near = stack.enter_context(attached(of_size(server, SHORT)))
-        found, into = 0, memoryview(bytearray(SLOT))
+        found = 0
         for number, key in enumerate(keys):
             if number % 2:
                 writer.write(key, content(key, SHORT))
@@ -186,9 +186,16 @@ def ends_of_others(server, port, keys):
                         view[:SHORT] = content(key, SHORT)
                     lease.commit()
                 near.stats()
-            assert reader.read(key, into), "it is not held"
-            found += SLOT - SHORT - bytes(into[SHORT:]).count(0)
+            found += behind(reader, key)
         return found
+
+
+def behind(reader, key):
+    """How many bytes behind such a chunk are not zero."""
+    into = memoryview(bytearray(b"\xaa" * SLOT))
+    assert reader.read(key, into), "it is not held"
+    assert into[:SHORT] == content(key, SHORT)
+    return SLOT - SHORT - bytes(into[SHORT:]).count(0)
 
 
 def clears(near, stream, known):

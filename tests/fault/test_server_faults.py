@@ -3,7 +3,6 @@ nobody else stops."""
 
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtier.core.lookup import Progress
-from tests.child_process import DEADLINE_S, wait_for
+from tests.child_process import wait_for
 from tests.engine_process import LONGEST, PROMPTS
 from tests.server_process import (
     ServerProcess,
@@ -26,6 +25,7 @@ from tests.server_process import (
     serving,
     short_folder,
 )
+from tests.trust.victims import Engine
 
 NVME = 1 << 20
 TIGHT = 400 << 10
@@ -33,70 +33,13 @@ TIGHT = 400 << 10
 _BUSY = 40
 
 
-class EngineProcess:
-    def __init__(self, mode, server, seed=0):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.engine_process",
-            mode,
-            str(server.socket),
-            str(seed),
-        ]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def hear(self, count=1):
-        assert self._process.stdout is not None
-        heard = b""
-        while len(heard) < count:
-            ready, _, _ = select.select([self._process.stdout], [], [], DEADLINE_S)
-            assert ready, "the engine hangs"
-            more = os.read(self._process.stdout.fileno(), 1 if count > 1 else 4096)
-            assert more, self._errors()
-            heard += more
-        return heard
-
-    def worker(self):
-        """Process id of its worker, which says it in a line."""
-        heard = b""
-        while not heard.endswith(b"\n"):
-            heard += self.hear()
-        return int(heard)
-
-    def hear_until(self, letter):
-        """Read on until it says ``letter``. What it said before this call does not count."""
-        assert self._process.stdout is not None
-        while select.select([self._process.stdout], [], [], 0)[0]:
-            self.hear()
-        while letter not in self.hear():
-            pass
-
-    def kill(self):
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
-
-    def stop(self):
-        self._process.terminate()
-        _, errors = self._process.communicate(timeout=DEADLINE_S)
-        assert self._process.returncode == 0, errors.decode()
-
-    def _errors(self):
-        _, errors = self._process.communicate(timeout=DEADLINE_S)
-        return f"status {self._process.returncode}: {errors.decode()}"
-
-
 @contextmanager
 def churning(server, *seeds):
-    engines = [EngineProcess("churn", server, seed) for seed in seeds]
+    engines = [Engine(server.socket, seed) for seed in seeds]
     try:
         for engine in engines:
             engine.hear(_BUSY)
         yield engines
-        for engine in engines:
-            engine.stop()
     finally:
         for engine in engines:
             engine.kill()
@@ -120,8 +63,7 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme):
             with churning(server, 1) as (witness,):
                 for round_ in range(12):
                     victims = [
-                        EngineProcess("churn", server, 100 + 2 * round_ + which)
-                        for which in range(2)
+                        Engine(server.socket, 100 + 2 * round_ + which) for which in range(2)
                     ]
                     for victim in victims:
                         victim.hear(draw.randint(1, 3 * _BUSY))
@@ -136,11 +78,15 @@ def test_engines_killed_at_random_points_leave_nothing_behind(nvme):
 
 def test_a_worker_that_outlives_its_scheduler_keeps_its_slots_until_it_ends():
     with serving() as server, attached(server.access()) as client:
-        engine = EngineProcess("hold", server)
-        worker = engine.worker()
+        words = [sys.executable, "-m", "tests.engine_process", "hold", str(server.socket)]
+        engine = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert engine.stdout is not None
+        worker = int(engine.stdout.readline())
         try:
             assert client.stats()["ram_filling"] == 4
             engine.kill()
+            engine.wait()
+            engine.stdout.close()
             for prompt in range(30):
                 save(client, run(prompt, 5))
                 assert load(client, run(prompt, 5)) == ["ram"] * 5
