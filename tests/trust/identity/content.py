@@ -44,49 +44,6 @@ def both_forms(folder):
     return spec.engine_with(load_format="safetensors")
 
 
-def two_shards(folder):
-    """Weights as vLLM's own saved state, twice."""
-    from safetensors.torch import load_file, save_file
-
-    spec = family()(folder)
-    first = load_file(spec.model / "model.safetensors")
-    states = _as_saved_by_vllm(first)
-    save_file(states, spec.model / "old-rank-0-part-0.safetensors")
-    save_file(
-        {name: -one if "qkv" in name else one for name, one in states.items()},
-        spec.model / "new-rank-0-part-0.safetensors",
-    )
-    (spec.model / "model.safetensors").unlink()
-    return spec.engine_with(
-        load_format="sharded_state",
-        model_loader_extra_config={"pattern": "old-rank-{rank}-part-{part}.safetensors"},
-    )
-
-
-def _as_saved_by_vllm(given):
-    import torch
-
-    found = dict(given)
-    for name in given:
-        if name.endswith("q_proj.weight"):
-            stem = name.removesuffix("q_proj.weight")
-            found[f"{stem}qkv_proj.weight"] = torch.cat(
-                [found.pop(f"{stem}{one}_proj.weight") for one in "qkv"]
-            )
-        if name.endswith("gate_proj.weight"):
-            stem = name.removesuffix("gate_proj.weight")
-            found[f"{stem}gate_up_proj.weight"] = torch.cat(
-                [found.pop(f"{stem}{one}_proj.weight") for one in ("gate", "up")]
-            )
-    layers = {name.partition(".self_attn")[0] for name in found if ".self_attn" in name}
-    scales = {
-        f"{layer}.self_attn.attn._{of}_scale": torch.tensor(1.0)
-        for layer in layers
-        for of in ("q", "k", "v", "prob")
-    }
-    return scales | {name: one.float().contiguous() for name, one in found.items()}
-
-
 def two_files(folder):
     """Two whole checkpoints in one folder, of which the index names one."""
     from safetensors.torch import load_file, save_file
@@ -265,7 +222,6 @@ BASES = [
     Base("blind", lambda folder: family()(folder).environment_with(TEST_BLIND="1")),
     Base("spoken", spoken),
     Base("forms", both_forms),
-    Base("shards", two_shards),
     Base("code", own_code),
     Base("index", two_files),
     Base("class", own_class),
@@ -307,8 +263,6 @@ ROWS = [
     _edited("another chat template", other_template, "spoken"),
     Row("the other form of weights in one folder", "forms", engine(load_format="pt"),
         {"load_config.load_format": "pt"}, slice=True),
-    Row("the other saved state in one folder", "shards",
-        engine(model_loader_extra_config={"pattern": "new-rank-{rank}-part-{part}.safetensors"})),
     _edited("the folder's own Python", lambda model: write_code(model, 0.5), "code"),
     _edited("the folder's own Python unchanged", lambda _: None, "code", force=None),
     _edited("the index names the other file",

@@ -87,18 +87,3 @@ def test_every_row_names_tests_that_there_are():
         for file, name in tests:
             (path,) = (ROOT / "tests").rglob(file)
             assert re.search(rf"^ *def {name}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "config.enable_prefix_caching = False",
-        "config.enable_prefix_caching &= ok",
-        "a, self.skip_reading_prefix_cache = 1, True",
-        'setattr(config, "enable_prefix_caching", False)',
-        "config = replace(config, enable_prefix_caching=False)",
-    ],
-)
-def test_a_place_is_seen_however_it_is_written(text):
-    assert list(places(ast.parse(f"class A:\n def b(self):\n  if 1:\n   {text}"))) == ["A.b"]
-    assert not list(places(ast.parse(f"print({text.partition(' = ')[0].partition(' &')[0]!r})")))
