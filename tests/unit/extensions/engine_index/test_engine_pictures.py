@@ -129,8 +129,9 @@ def test_windows_do_not_count_and_of_several_groups_the_least():
 def test_the_room_is_bounded():
     seen = picture(stored(0, 6), most=4)
     assert (lookup(seen), seen.ignored) == ((4, {"gpu": 4}), 2)
-    whole(seen.apply([removed(3, 4), stored(3, 4), stored(4, 5)]))
-    assert lookup(seen) == (4, {"gpu": 4})
+    other = [7, *TOKENS[1:]]
+    whole(seen.apply([removed(3, 4), stored(0, 1, tokens=other), stored(4, 5)]))
+    assert (lookup(seen), lookup(seen, other)) == ((3, {"gpu": 3}), (1, {"gpu": 1}))
     many = [stored(0, 1, f"tier{number}") for number in range(9)]
     with pytest.raises(ValueError, match="more than 8 tiers"):
         picture(*many)
