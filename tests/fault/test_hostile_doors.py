@@ -26,7 +26,6 @@ from tests.child_process import DEADLINE_S, most_lines, wait_for
 from tests.server_process import ServerProcess, short_folder
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
 
 MIB = 1 << 20
 

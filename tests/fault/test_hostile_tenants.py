@@ -6,7 +6,6 @@ import importlib
 import json
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -254,10 +253,8 @@ def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_
 
 @pytest.mark.vllm
 def test_tenants_are_named_here_as_the_connector_names_them():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM warns while it is imported
-        layout = importlib.import_module("kvtier.connectors.vllm.layout")
-        requests = importlib.import_module("kvtier.connectors.vllm.scheduler_side.requests")
+    layout = importlib.import_module("kvtier.connectors.vllm.layout")
+    requests = importlib.import_module("kvtier.connectors.vllm.scheduler_side.requests")
     assert layout.of_namespace(LAYOUT, "acme") == ACME
     for salt in ("", SALT):
         request = SimpleNamespace(

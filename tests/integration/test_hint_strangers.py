@@ -2,7 +2,6 @@
 with as little memory, as without the middleware, because his body is never read."""
 
 import asyncio
-import warnings
 from typing import Any
 
 import pytest
@@ -13,15 +12,13 @@ PATH = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def front_end():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        words = ["--api-key", "key", "--middleware", "kvtier.connectors.vllm.hints.Middleware"]
-        given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
-        return build_app(given, ("generate",))
+    words = ["--api-key", "key", "--middleware", "kvtier.connectors.vllm.hints.Middleware"]
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    return build_app(given, ("generate",))
 
 
 def asked(front_end, body, *headers):

@@ -16,7 +16,6 @@ from tests.server_process import attached, run, save, short_folder
 
 vllm = pytest.importorskip("vllm.config.kv_events")
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
 PAGE = (ROOT / "deploy/routing/README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 

@@ -18,7 +18,6 @@ from tests.integration.dynamo import DynamoIndexer
 from tests.server_process import SLOT, ServerProcess, at_rest, attached, short_folder, told_all
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
 
 LAYOUT = layout(SLOT)
 PROMPTS, LENGTH = 12, 6

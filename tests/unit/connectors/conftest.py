@@ -1,7 +1,5 @@
 """vLLM's own Scheduler for the tests that want one."""
 
-import warnings
-
 import pytest
 
 from kvtier.bench.model import make_model
@@ -15,6 +13,4 @@ def scheduled_model(tmp_path_factory):
 
 @pytest.fixture
 def core(scheduled_model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM warns while it is imported and configured
-        return Core(scheduled_model)
+    return Core(scheduled_model)

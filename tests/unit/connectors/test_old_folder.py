@@ -9,7 +9,6 @@ digest of its key. Then the Store was closed.
 import hashlib
 import logging
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,21 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvtier.assemble import assemble_store
 from kvtier.config.keys import Config
+from kvtier.connectors.vllm.layout import chunk_layout, kept
+from kvtier.connectors.vllm.metadata import RankLayout
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.started import Started
 from kvtier.store.store import Store
 from tests.child_process import DEADLINE_S
 from tests.unit.connectors.test_vllm_identity import engine, model
-
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-
-    from kvtier.connectors.vllm.layout import chunk_layout, kept
-    from kvtier.connectors.vllm.metadata import RankLayout
 
 pytestmark = pytest.mark.vllm
 

@@ -1,7 +1,6 @@
 """What is promised to a request of a model with windows, over a real Store with hand-turned lanes:
 a hit that has all of every group, the longest there is, and nothing that is not in RAM."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +14,10 @@ from kvtier.testing import ManualLane
 from tests.clock import Clock
 from tests.unit.connectors.test_vllm_scheduler import SlowTier
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    claims = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.claims")
-    groups = pytest.importorskip("kvtier.connectors.vllm.groups")
-    partial_tails = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.partial_tails")
-    prompts = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.prompts")
+claims = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.claims")
+groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+partial_tails = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.partial_tails")
+prompts = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.prompts")
 
 pytestmark = pytest.mark.vllm
 CHUNK, SLOT, CHUNKS = 512, 4096, 9

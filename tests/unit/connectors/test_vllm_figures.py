@@ -2,7 +2,6 @@
 /metrics has."""
 
 import importlib
-import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from kvtier.assemble import assemble
 from kvtier.client.client import Client
 from kvtier.config.keys import places
 from kvtier.config.load import load
-from kvtier.connectors.vllm.stats import Figures
+from kvtier.connectors.vllm.stats import Figures, TierMetrics, TierStats
 from kvtier.connectors.vllm.versions import hit_sources
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.lanes import Lane
@@ -46,13 +45,6 @@ OWN_OF_A_SERVER = {
 """An engine tells hits and misses as vllm:kvtier_*, with the reasons that only it knows."""
 
 
-def stats():
-    """The module. vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("kvtier.connectors.vllm.stats")
-
-
 class Shown:
     """vLLM's side: another process, which gets dictionaries."""
 
@@ -65,7 +57,7 @@ class Shown:
         vllm_config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
         )
-        self.metrics = stats().TierMetrics(vllm_config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+        self.metrics = TierMetrics(vllm_config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
 
     def samples(self, engine="0"):
         return {
@@ -128,7 +120,7 @@ def used_twice(store, folder):
     for first in (10, 20):
         use(store, first)
         clock.now += 1.0
-        shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
+        shown.metrics.observe(TierStats(data=figures.new()).to_dict())
     ours, theirs = shown.samples(), servers(store)
     assert {name: ours[name] for name in theirs} == pytest.approx(theirs)
     return shown, ours
@@ -173,7 +165,7 @@ def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit():
             lease.commit()
         spare.run()
         clock.now += 1.1
-        shown.metrics.observe(stats().TierStats(data=figures.new()).to_dict())
+        shown.metrics.observe(TierStats(data=figures.new()).to_dict())
     ours, theirs = shown.samples(), servers(store)
     assert ours["kvtier_whatif_hit_ratio", "1", "ram"] == 0
     assert ours["kvtier_whatif_hit_ratio", "8", "ram"] == pytest.approx(2 / 3, abs=1e-6)
@@ -192,11 +184,11 @@ def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit():
 def test_what_vllm_has_added_up_in_between_is_the_same(store, tmp_path):
     """vLLM aggregates what comes while it does not look: counts are sums, gauges the last."""
     at_once, later, clock = Shown(tmp_path), Shown(tmp_path), Clock()
-    figures, held = Figures(store, clock), stats().TierStats()
+    figures, held = Figures(store, clock), TierStats()
     for first in (10, 20, 30):
         use(store, first)
         clock.now += 1.0
-        told = stats().TierStats(data=figures.new())
+        told = TierStats(data=figures.new())
         at_once.metrics.observe(told.to_dict())
         held = held.aggregate(told)
     later.metrics.observe(held.to_dict())
@@ -233,7 +225,7 @@ def test_nothing_is_told_again_before_a_second_is_over_or_when_nothing_has_chang
     assert figures.new() and figures.new() == {}
     store.lookup(keys(1))
     clock.now += 1.1
-    assert stats().TierStats(data=figures.new()).reduce() == {"ram_held": 0, "nvme_held": 0}
+    assert TierStats(data=figures.new()).reduce() == {"ram_held": 0, "nvme_held": 0}
     clock.now += 0.9
     use(store, 1)
     assert figures.new() == {}
@@ -251,11 +243,11 @@ def test_an_engine_of_a_server_tells_what_it_sees_of_it(tmp_path):
     assert isinstance(client, Client)
     try:
         client.counts.update(unanswered=3, lost=1)
-        shown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
+        shown.metrics.observe(TierStats(data=Figures(client, Clock()).new()).to_dict())
         # Among other connectors the settings are not kvtier's alone, and nobody knows that a server
         # has the cache.
         unknown = Shown(connectors=[])
-        unknown.metrics.observe(stats().TierStats(data=Figures(client, Clock()).new()).to_dict())
+        unknown.metrics.observe(TierStats(data=Figures(client, Clock()).new()).to_dict())
     finally:
         client.close()
     assert unknown.samples()["kvtier_server_lost_total",] == 1
@@ -286,7 +278,7 @@ def test_metrics_that_are_made_twice_in_a_process_do_not_meet(tmp_path):
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     for _ in range(2):
         importlib.import_module("vllm.v1.metrics.prometheus").unregister_vllm_metrics()
-        stats().TierMetrics(
+        TierMetrics(
             config, {kind: kind for kind in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]}
         )
     assert REGISTRY.get_sample_value("kvtier_capacity_bytes", {"engine": "0", "tier": "ram"}) == 0
@@ -311,7 +303,7 @@ def test_every_gauge_is_one_number_of_several_front_ends():
         kind: partial(kind, registry=registry) for kind in (Counter, Histogram)
     }
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
-    stats().TierMetrics(config, {**kinds, Gauge: gauge}, ["engine"], {0: ["0"]})
+    TierMetrics(config, {**kinds, Gauge: gauge}, ["engine"], {0: ["0"]})
     assert {"vllm:kvtier_zero_hits", "kvtier_capacity_bytes"} <= modes.keys()
     assert set(modes.values()) == {"mostrecent"}
 

@@ -1,7 +1,5 @@
 """The geometry of cache groups: what a chunk is kept as, what a hit needs, and where it may end."""
 
-import warnings
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -9,11 +7,9 @@ from hypothesis import strategies as some
 from kvtier.core.chunk import ChunkLayout, own_half, parent_half
 from kvtier.core.errors import LayoutError
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    groups = pytest.importorskip("kvtier.connectors.vllm.groups")
-    tabled = pytest.importorskip("kvtier.connectors.vllm.tables")
-    managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
+groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+tabled = pytest.importorskip("kvtier.connectors.vllm.tables")
+managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
 
 pytestmark = pytest.mark.vllm
 BLOCK = 16

@@ -3,7 +3,6 @@ in an older vLLM."""
 
 import importlib
 import logging
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,17 +14,10 @@ from kvtier.core.fact import known
 from kvtier.load_policy.prefill import PrefillTime
 
 pytestmark = pytest.mark.vllm
+module: Any = importlib.import_module("kvtier.connectors.vllm.connector")
 
 
-@pytest.fixture(scope="module")
-def module():
-    """The connector's module. vLLM warns while it is imported."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("kvtier.connectors.vllm.connector")
-
-
-def made(module, role):
+def made(role):
     """A connector of an engine with one worker, as vLLM makes it."""
     transfer = SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config={})
     config = SimpleNamespace(
@@ -42,7 +34,7 @@ def made(module, role):
 
 
 @pytest.fixture
-def steps(module, monkeypatch, tmp_path):
+def steps(monkeypatch, tmp_path):
     """What a connector does about its log while it is made, in order."""
     (tmp_path / "lmcache.yaml").write_text("chunk_size: 64\nenable_p2p: true\n")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
@@ -56,7 +48,7 @@ def steps(module, monkeypatch, tmp_path):
     return done
 
 
-def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(module, steps, monkeypatch):
+def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(steps, monkeypatch):
     facts = Facts(
         memory=Memory(available=known(100 * GIB, "test"), cgroup_headroom=known(1 << 62, "test")),
         model=Model(
@@ -66,14 +58,14 @@ def test_an_engine_that_is_planned_starts_with_the_plans_prefill_time(module, st
     plan = make_plan(facts)
     monkeypatch.setenv("KVTIER_AUTO", "true")
     monkeypatch.setattr("kvtier.autoconfig.start.plan_for_engine", lambda *_, **__: plan)
-    _, prefill = made(module, "SCHEDULER")._planned()
+    _, prefill = made("SCHEDULER")._planned()
     assert plan.prefill.per_depth > 0
     assert prefill.seconds(512, 30_000) == plan.prefill.seconds(512, 30_000)
 
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_an_engine_plans_no_tiers_of_a_server_and_none_without_the_switch(
-    module, steps, monkeypatch, caplog, auto
+    steps, monkeypatch, caplog, auto
 ):
     """The server may have all the room by then. The estimate of the prefill is the engine's own."""
     if auto:
@@ -84,7 +76,7 @@ def test_an_engine_plans_no_tiers_of_a_server_and_none_without_the_switch(
     monkeypatch.setattr(
         "kvtier.autoconfig.start.plan_for_engine", lambda *_: pytest.fail("it does")
     )
-    connector = made(module, "SCHEDULER")
+    connector = made("SCHEDULER")
     with caplog.at_level(logging.INFO, "kvtier"):
         config, prefill = connector._planned()
     assert config is connector._config
@@ -93,8 +85,8 @@ def test_an_engine_plans_no_tiers_of_a_server_and_none_without_the_switch(
     assert told == auto
 
 
-def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(module, steps):
-    made(module, "SCHEDULER")
+def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(steps):
+    made("SCHEDULER")
     level, told = steps
     assert level == "INFO"
     assert [(remark.level, remark.text.partition("=")[0]) for remark in told] == [
@@ -103,17 +95,17 @@ def test_the_scheduler_says_what_was_read_once_its_log_is_vllms(module, steps):
     ]
 
 
-def test_workers_do_not_say_it_again(module, steps):
-    made(module, "WORKER")
+def test_workers_do_not_say_it_again(steps):
+    made("WORKER")
     assert steps == ["INFO"]
 
 
 @pytest.mark.parametrize("names", [True, False])
 def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
-    module, steps, monkeypatch, names
+    steps, monkeypatch, names
 ):
     monkeypatch.setattr(module, "_NAMES_FAILED_LOADS", names)
-    worker = made(module, "WORKER")
+    worker = made("WORKER")
     worker._worker = SimpleNamespace(
         transfers=lambda: ({"one", "two"}, {"two"}), failed_blocks=lambda: ({4, 5}, {6})
     )
@@ -124,10 +116,10 @@ def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
 
 
 def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
-    module, steps, monkeypatch, caplog
+    steps, monkeypatch, caplog
 ):
     """Beside other connectors layouts come with a report: then nothing may end the engine."""
-    connector = made(module, "SCHEDULER")
+    connector = made("SCHEDULER")
     layouts = {(0, 0): module.RankLayout(4096, {"device": "cpu", "row_bytes": [4096]})}
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
     assert connector.get_num_new_matched_tokens(object(), 0) == (None, False)
@@ -152,15 +144,15 @@ def test_a_store_that_cannot_be_made_in_a_running_engine_turns_the_cache_off(
 
 @pytest.mark.parametrize("workers_first", [True, False])
 def test_a_worker_gives_empty_statistics_where_the_scheduler_is_not_asked_without(
-    module, steps, monkeypatch, workers_first
+    steps, monkeypatch, workers_first
 ):
     monkeypatch.setattr(module, "_WORKERS_FIRST", workers_first)
-    given = made(module, "WORKER").get_kv_connector_stats()
+    given = made("WORKER").get_kv_connector_stats()
     assert given == (module.TierStats() if workers_first else None)
-    assert made(module, "SCHEDULER").get_kv_connector_stats() is None
+    assert made("SCHEDULER").get_kv_connector_stats() is None
 
 
-def test_the_newest_vllm_has_every_hook(module):
+def test_the_newest_vllm_has_every_hook():
     assert module._NAMES_FAILED_LOADS
     assert not module._WORKERS_FIRST
     assert module.versions.limits(module.KVConnectorBase_V1) == []

@@ -1,42 +1,37 @@
 """Layouts of engines: what each rank tells is in the fingerprint, and which engines are left alone
 or refused."""
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+)
 
+from kvtier.connectors.vllm.groups import Uncached
+from kvtier.connectors.vllm.layout import (
+    ContextRanks,
+    chunk_layout,
+    divided,
+    kept,
+    place,
+    places,
+    start_only,
+)
+from kvtier.connectors.vllm.metadata import RankLayout
+from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
 from tests.unit.connectors.test_vllm_identity import engine, folder
 from tests.unit.still_model import StillModel
-
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from vllm.v1 import kv_cache_interface
-    from vllm.v1.kv_cache_interface import (
-        CircularBufferSpec,
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        MLAAttentionSpec,
-        RSWASpec,
-    )
-
-    from kvtier.connectors.vllm.groups import Uncached
-    from kvtier.connectors.vllm.layout import (
-        ContextRanks,
-        chunk_layout,
-        divided,
-        kept,
-        place,
-        places,
-        start_only,
-    )
-    from kvtier.connectors.vllm.metadata import RankLayout
-    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 
 pytestmark = pytest.mark.vllm
 

@@ -1,28 +1,25 @@
 """Messages between the halves, as vLLM pickles them."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
+
+from kvtier.connectors.vllm.metadata import (
+    HostPools,
+    Job,
+    LoadEnd,
+    Move,
+    PoolAddress,
+    StepMetadata,
+    StepReport,
+)
 
 pytestmark = pytest.mark.vllm
 
 
-def messages() -> list[Any]:
-    from kvtier.connectors.vllm.metadata import (
-        HostPools,
-        Job,
-        LoadEnd,
-        Move,
-        PoolAddress,
-        StepMetadata,
-        StepReport,
-    )
-
+def messages():
     pool = PoolAddress("/dev/shm/kvtier-12345-0", None, 4096, 1 << 20, (((0, True),),), inode=7)
     jobs = [Job(number, pool, [Move(0, [9], [*range(300, 316)])]) for number in (70, 71)]
     quiet = StepMetadata(pool, number=3000, computes=True, may_reuse=False)
@@ -38,13 +35,13 @@ def messages() -> list[Any]:
     ]
 
 
-def test_messages_arrive_as_they_were_sent() -> None:
+def test_messages_arrive_as_they_were_sent():
     for message in messages():
         sent = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         assert pickle.loads(sent) == message  # noqa: S301 - our own
 
 
-def test_a_decode_steps_message_is_short() -> None:
+def test_a_decode_steps_message_is_short():
     quiet, saving, *_ = messages()
     assert len(pickle.dumps(quiet, pickle.HIGHEST_PROTOCOL)) < 200
     assert len(pickle.dumps(saving, pickle.HIGHEST_PROTOCOL)) < 300

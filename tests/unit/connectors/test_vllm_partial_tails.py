@@ -1,7 +1,6 @@
 """Hits that end within a block: for which engines, and what is kept and looked for."""
 
 import ast
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +12,9 @@ from kvtier.store.store import Store
 from tests.conftest import vllm_source, vllm_versions
 from tests.unit.vllm_request import vllm_request
 
-with warnings.catch_warnings():  # importing vLLM warns
-    warnings.simplefilter("ignore")
-    groups = pytest.importorskip("kvtier.connectors.vllm.groups")
-    prompts = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.prompts")
-    partial_tails = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.partial_tails")
+groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+prompts = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.prompts")
+partial_tails = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.partial_tails")
 
 pytestmark = pytest.mark.vllm
 WITH_STATES = [

@@ -1,14 +1,11 @@
 """Who has turned vLLM's prefix caching off, and whether kvtier serves there."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    rule = pytest.importorskip("kvtier.connectors.vllm.layout")
-    platforms = pytest.importorskip("vllm.platforms")
+rule = pytest.importorskip("kvtier.connectors.vllm.layout")
+platforms = pytest.importorskip("vllm.platforms")
 
 pytestmark = pytest.mark.vllm
 

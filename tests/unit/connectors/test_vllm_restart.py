@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import time
-import warnings
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,10 +34,8 @@ FORK = multiprocessing.get_context("fork")
 
 
 def engine(model, settings, **more):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        own = {"chunk_tokens": BLOCK, "log_level": "ERROR", **settings}
-        return Core(model, own, **{"token_s": TOKEN_S} | more)
+    own = {"chunk_tokens": BLOCK, "log_level": "ERROR", **settings}
+    return Core(model, own, **{"token_s": TOKEN_S} | more)
 
 
 def ask(core, name="one", tokens=PROMPT):

@@ -1,7 +1,6 @@
 """The connector's scheduler half over a real Store with hand-turned lanes and clock: what of a hit
 it takes, and when it gives up waiting."""
 
-import warnings
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -10,9 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as Counted
 
+from kvtier.connectors.vllm.groups import Geometry, Group, Kind
+from kvtier.connectors.vllm.metadata import StepReport
+from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import NO_LOOKUP
 from kvtier.core.pool import Pool
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime, Work
 from kvtier.store.observer import Observer
 from kvtier.store.store import Store
@@ -20,13 +23,6 @@ from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
 from tests.unit.scheduler_half import scheduler_half
 from tests.unit.vllm_request import planned, vllm_request
-
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-    from kvtier.connectors.vllm.metadata import StepReport
-    from kvtier.connectors.vllm.stats import TierMetrics, TierStats
-    from kvtier.load_policy.decide import LoadPolicy
 
 pytestmark = pytest.mark.vllm
 

@@ -1,25 +1,20 @@
 """Engines over several hosts: what is refused, whose parts lie where, and what a worker takes."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import ParallelConfig
 
 from kvtier.client.hosts import HostsPool
 from kvtier.config.keys import Config
+from kvtier.connectors.vllm import layout as hosts
+from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
+from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+from kvtier.connectors.vllm.worker_side.own_host import OwnHost
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from tests.unit.connectors.test_vllm_identity import engine, folder
 from tests.unit.connectors.test_vllm_layout import cache, laid_out, rank
-
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from vllm.config import ParallelConfig
-
-    from kvtier.connectors.vllm import layout as hosts
-    from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
-    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
-    from kvtier.connectors.vllm.worker_side.own_host import OwnHost
 
 pytestmark = pytest.mark.vllm
 

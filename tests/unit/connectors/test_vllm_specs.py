@@ -3,34 +3,29 @@ what the row says."""
 
 import ast
 import re
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
 
+from kvtier.connectors.vllm.groups import Geometry, Kind
+from kvtier.connectors.vllm.layout import kept
 from kvtier.core.errors import LayoutError
 from tests import marked_tables
 from tests.conftest import ROOT, vllm_source, vllm_versions
 from tests.unit.connectors.test_vllm_layout import spec
 
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import (
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheLayout,
-        MLAAttentionSpec,
-        SlidingWindowMLASpec,
-        UniformTypeKVCacheSpecs,
-    )
-
-    from kvtier.connectors.vllm.groups import Geometry, Kind
-    from kvtier.connectors.vllm.layout import kept
-
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
+pytestmark = pytest.mark.vllm
 BASES = {"KVCacheSpec", "AttentionSpec"}
 
 

@@ -1,7 +1,6 @@
 """vLLM's own Scheduler: an engine's start tries its tiers, and ends for what can never work."""
 
 import logging
-import warnings
 
 import pytest
 
@@ -9,12 +8,6 @@ from kvtier.core.errors import KVTierError
 from tests.unit.real_scheduler import Core
 
 pytestmark = pytest.mark.vllm
-
-
-def started(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM warns while it is imported and configured
-        return Core(model)
 
 
 @pytest.fixture
@@ -35,13 +28,13 @@ def test_an_engine_does_not_start_with_a_folder_that_can_never_work(
     monkeypatch.setenv("KVTIER_NVME_PATH", path.format(here=tmp_path))
     monkeypatch.setenv("KVTIER_NVME_BYTES", size)
     with pytest.raises(KVTierError, match=said):
-        started(scheduled_model)
+        Core(scheduled_model)
 
 
 def test_an_engine_says_what_is_away_and_serves(scheduled_model, monkeypatch, warned):
     monkeypatch.setenv("KVTIER_REDIS_URL", "redis://127.0.0.1:1/0")
     monkeypatch.setenv("KVTIER_REDIS_BYTES", "1GiB")
-    core = started(scheduled_model)
+    core = Core(scheduled_model)
     assert "redis 127.0.0.1:1 cannot be reached" in warned.text
     core.add(core.request("one", list(range(100, 200))))
     core.run("one")
@@ -52,6 +45,6 @@ def test_an_engine_says_that_its_server_is_missing_and_serves(
     scheduled_model, tmp_path, monkeypatch, warned
 ):
     monkeypatch.setenv("KVTIER_SERVER", f"unix://{tmp_path}/none.sock")
-    core = started(scheduled_model)
+    core = Core(scheduled_model)
     assert f"{tmp_path}/none.sock" in warned.text and "until it can be reached" in warned.text
     core.connector.shutdown()

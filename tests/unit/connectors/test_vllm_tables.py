@@ -1,15 +1,11 @@
 """The block tables of requests as vLLM before 0.32 tells them: what was added in each step."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
 
+from kvtier.connectors.vllm.tables import BlockTables
 from tests.unit.vllm_request import planned
-
-with warnings.catch_warnings():  # importing vLLM warns
-    warnings.simplefilter("ignore")
-    from kvtier.connectors.vllm.tables import BlockTables
 
 pytestmark = pytest.mark.vllm
 

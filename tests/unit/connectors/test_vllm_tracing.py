@@ -1,7 +1,6 @@
 """vLLM's own Scheduler and vLLM's own tracing: what a lookup and a load tell a real receiver."""
 
 import os
-import warnings
 from unittest.mock import patch
 
 import pytest
@@ -20,10 +19,8 @@ HEADERS = {"traceparent": TRACEPARENT}
 def receiver():
     """A process has one tracer, so the tests share it."""
     from opentelemetry.trace import get_tracer_provider
+    from vllm.tracing import init_tracer
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM warns while it is imported
-        from vllm.tracing import init_tracer
     with receiving() as received, patch.dict(os.environ, HTTP):
         init_tracer("vllm.engine_core", received.url)
         yield received
@@ -32,9 +29,7 @@ def receiver():
 
 @pytest.fixture
 def traced(receiver, scheduled_model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Core(scheduled_model, otlp_traces_endpoint=receiver.url)
+    return Core(scheduled_model, otlp_traces_endpoint=receiver.url)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ step."""
 
 import os
 import time
-import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +14,22 @@ import pytest
 import torch
 
 from kvtier.client.attachment import SharedPool
+from kvtier.connectors.vllm.groups import Geometry, Group, Kind
+from kvtier.connectors.vllm.metadata import (
+    Job,
+    LoadEnd,
+    Move,
+    PoolAddress,
+    StepMetadata,
+    StepReport,
+)
+from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of
+from kvtier.load_policy.decide import LoadPolicy
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
@@ -28,21 +39,6 @@ from tests.unit.paged_streams import Held
 from tests.unit.scheduler_half import scheduler_half
 from tests.unit.still_model import StillModel
 from tests.unit.vllm_request import planned, vllm_request
-
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from kvtier.connectors.vllm.groups import Geometry, Group, Kind
-    from kvtier.connectors.vllm.metadata import (
-        Job,
-        LoadEnd,
-        Move,
-        PoolAddress,
-        StepMetadata,
-        StepReport,
-    )
-    from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
-    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
-    from kvtier.load_policy.decide import LoadPolicy
 
 pytestmark = pytest.mark.vllm
 

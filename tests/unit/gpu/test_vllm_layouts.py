@@ -20,7 +20,7 @@ from tests.unit.gpu.test_gpu_copy import held
 from tests.unit.paged_streams import Inline
 from tests.unit.triton_interpreter import interpreted
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")]
+pytestmark = pytest.mark.vllm
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
 
 BLOCKS, CHUNK_BLOCKS, LAYERS = 7, 2, ("a", "b", "c")

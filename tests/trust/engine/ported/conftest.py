@@ -1,12 +1,11 @@
 """Engines for the cases."""
 
-import warnings
-
 import pytest
 
 from kvtier.bench.model import make_model
 from tests.server_process import at_rest
 from tests.trust.engine.cells import Cell
+from tests.trust.engine.scripted import Scripted
 
 
 @pytest.fixture(scope="session")
@@ -26,11 +25,7 @@ def make(tiny, tmp_path, v2):
     made = []
 
     def one(**cell):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vLLM warns while it is imported and configured
-            from tests.trust.engine.scripted import Scripted
-
-            made.append(Scripted(Cell("case", **{"v2": v2} | cell), tiny, tmp_path))
+        made.append(Scripted(Cell("case", **{"v2": v2} | cell), tiny, tmp_path))
         return made[-1]
 
     yield one

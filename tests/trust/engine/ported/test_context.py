@@ -4,14 +4,7 @@ import pytest
 
 from tests.trust.engine.cells import BLOCK, words
 from tests.trust.engine.ported.prompts import MODES
-
-
-def ours(connector):
-    """vLLM warns while it is imported."""
-    from tests.trust.engine.simulated import ours
-
-    return ours(connector)
-
+from tests.trust.engine.simulated import ours
 
 pytestmark = pytest.mark.vllm
 

@@ -10,7 +10,6 @@ from tests.announcing import BLOCK, CHUNK, GEOMETRY, Announcing, Asked
 from tests.stores import over
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, under vLLM
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,25 @@
 """The worker's half of tokens that are computed in place: when vLLM is told, and which passes are
 not believed."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvtier.connectors.vllm.groups import SpanMove
+from kvtier.connectors.vllm.metadata import (
+    InPlaceRun,
+    PoolAddress,
+    SpanJob,
+    SpanPass,
+    StepMetadata,
+)
+from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 from kvtier.core.errors import KVTierError, LayoutError
 from kvtier.core.pool import Pool
+from kvtier.extensions.spans import in_place
+from kvtier.extensions.spans.in_place import InPlace
+from kvtier.extensions.spans.mover import Mover
 from tests.unit.extensions.spans.test_vllm_moved import (
     BLOCKS,
     CHUNK,
@@ -22,20 +32,6 @@ from tests.unit.extensions.spans.test_vllm_moved import (
     Worker,
 )
 from tests.unit.still_model import StillModel
-
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from kvtier.connectors.vllm.metadata import (
-        InPlaceRun,
-        PoolAddress,
-        SpanJob,
-        SpanPass,
-        StepMetadata,
-    )
-    from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
-    from kvtier.extensions.spans import in_place
-    from kvtier.extensions.spans.in_place import InPlace
-    from kvtier.extensions.spans.mover import Mover
 
 pytestmark = pytest.mark.vllm
 

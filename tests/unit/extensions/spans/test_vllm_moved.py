@@ -2,7 +2,6 @@
 right."""
 
 import itertools
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from kvtier.connectors.vllm.groups import SpanMove
+from kvtier.connectors.vllm.groups import Kind, SpanMove
+from kvtier.connectors.vllm.metadata import SpanJob
 from kvtier.core.errors import LayoutError
+from kvtier.extensions.spans.mover import Mover, mover_of, rotation_of_model
 from kvtier.extensions.spans.packing import KeyRotation, rotation_of
-
-with warnings.catch_warnings():  # vLLM warns while it is imported
-    warnings.simplefilter("ignore")
-    from kvtier.connectors.vllm.groups import Kind
-    from kvtier.connectors.vllm.metadata import SpanJob
-    from kvtier.extensions.spans.mover import Mover, mover_of, rotation_of_model
 
 pytestmark = pytest.mark.vllm
 
