@@ -1,7 +1,6 @@
-"""What the scheduler's half has saved of a model with recurrent states on two ranks, and which
-blocks jobs name."""
+"""What the scheduler's half has saved of a model with recurrent states on two ranks, which blocks
+jobs name, and when an engine computes on while workers still read the blocks that they save."""
 
-import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -17,20 +16,28 @@ from tests.clock import Clock
 from tests.unit.scheduler_half import scheduler_half
 from tests.unit.vllm_request import planned, vllm_request
 
-with warnings.catch_warnings():  # importing vLLM warns
-    warnings.simplefilter("ignore")
-    groups = pytest.importorskip("kvtier.connectors.vllm.groups")
-    metadata = pytest.importorskip("kvtier.connectors.vllm.metadata")
-    tables = pytest.importorskip("kvtier.connectors.vllm.tables")
-    worker = pytest.importorskip("kvtier.connectors.vllm.worker_side.worker")
+groups = pytest.importorskip("kvtier.connectors.vllm.groups")
+metadata = pytest.importorskip("kvtier.connectors.vllm.metadata")
+tables = pytest.importorskip("kvtier.connectors.vllm.tables")
+worker = pytest.importorskip("kvtier.connectors.vllm.worker_side.worker")
 
 pytestmark = pytest.mark.vllm
 SLOT, BLOCK, CHUNK = 4096, 16, 32
 LAYOUT = ChunkLayout(fingerprint({"model": "states"}), CHUNK, BLOCK, (SLOT,))
 FULL, STATE = groups.Group(0, groups.Kind.FULL, BLOCK), groups.Group(1, groups.Kind.STATE, BLOCK)
 GEOMETRY = groups.Geometry((FULL, STATE), CHUNK)
+WINDOW = groups.Group(1, groups.Kind.WINDOW, BLOCK, BLOCK)
 TOKENS = [*range(100, 100 + 3 * CHUNK + 5)]
 ATTENTION, STATES = [*range(1, 9)], [*range(21, 29)]
+
+
+def made(geometry, ranks, **duty):
+    """A store, and the scheduler's half over it."""
+    clock = Clock(100.0)
+    store = Store(Pool(16, SLOT), clock=clock)
+    policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
+    part = ((0, True),) * len(geometry.groups)
+    return store, scheduler_half(store, LAYOUT, geometry, (part,) * ranks, policy, **duty)
 
 
 class Told:
@@ -47,11 +54,7 @@ class Two:
     """The scheduler's half of an engine with two ranks."""
 
     def __init__(self, geometry=GEOMETRY, **duty):
-        clock = Clock(100.0)
-        self.store = Store(Pool(16, SLOT), clock=clock)
-        policy = LoadPolicy(60.0, always=True, prefill=Prefill(PrefillTime(1.0)), clock=clock)
-        part = ((0, True), (0, True))
-        self.half = scheduler_half(self.store, LAYOUT, geometry, (part, part), policy, **duty)
+        self.store, self.half = made(geometry, ranks=2, **duty)
         self.request = vllm_request(TOKENS)
         assert self.half.matched(self.request, 0) == (0, False)
 
@@ -146,3 +149,86 @@ def test_a_worker_copies_no_null_block():
     job.moves[0].blocks[1] = 5
     ((group, (_, first, blocks)),) = worker.WorkerHalf._copies(half, job)
     assert (group, first, blocks) == (0, 0, [4, 5])
+
+
+# ---- blocks that workers still read --------------------------------------------------------------
+LONG = 4 * CHUNK
+
+
+class Engine:
+    """The scheduler's half of an engine whose requests have four chunks each."""
+
+    def __init__(self, *kinds):
+        _, self.half = made(groups.Geometry(kinds or (FULL,), CHUNK), ranks=1)
+        self.computed: dict[str, int] = {}
+        self.requests = {}
+
+    def get_block_ids(self, request_id):
+        begin = 1 + 20 * [*self.computed].index(request_id)
+        return [*range(begin, begin + 2 * LONG // BLOCK)], [*range(begin + 100, begin + 116)]
+
+    def step(self, scheduled, resumed=frozenset()):
+        """One step that computes so many tokens of each request. The new ones are new to vLLM
+        too."""
+        new = [name for name in scheduled if name not in self.computed]
+        for number, name in enumerate(new):
+            begin = 1000 * (len(self.computed) + number)
+            request = vllm_request([*range(begin, begin + LONG)], name)
+            assert self.half.matched(request, 0) == (0, False)
+            self.requests[name] = request
+        old = [name for name in scheduled if name in self.computed]
+        self.computed = self.computed | dict.fromkeys(new, 0)
+        state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=self.get_block_ids)
+        began = [SimpleNamespace(req_id=one, num_computed_tokens=0) for one in new]
+        cached = {"req_ids": old, "num_computed_tokens": [self.computed[one] for one in old]}
+        cached["resumed_req_ids"] = resumed
+        metadata = self.half.step(planned(began, dict(scheduled), state, **cached))
+        for name, tokens in scheduled.items():
+            self.computed[name] += tokens
+            self.requests[name].num_computed_tokens += tokens
+        return metadata
+
+
+def told(metadata):
+    """Whether it saves, whether the engine need not wait for that, whether it has to for earlier
+    steps' saves."""
+    return bool(metadata.saves), metadata.reads_on, metadata.may_reuse
+
+
+def test_the_steps_of_a_long_prompt_wait_for_no_save_but_the_last():
+    engine = Engine()
+    assert told(engine.step({"a": CHUNK})) == (True, True, False)
+    assert told(engine.step({"a": CHUNK})) == (True, True, False)
+    assert told(engine.step({"a": 5})) == (False, False, False)
+    assert told(engine.step({"a": LONG - 2 * CHUNK - 5})) == (True, False, False)
+    assert told(engine.step({"a": 1})) == (False, False, False)
+
+
+def test_a_request_that_ends_its_prompt_beside_a_longer_one_is_waited_for():
+    engine = Engine()
+    assert told(engine.step({"a": CHUNK, "b": LONG})) == (True, False, False)
+    assert told(engine.step({"a": CHUNK})) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "resumed"),
+    [({}, set()), ({"b": 5}, set()), ({"a": CHUNK}, {"a"})],
+    ids=["idle", "another is computed", "resumed"],
+)
+def test_a_request_that_may_have_lost_its_blocks_is_waited_for_once(scheduled, resumed):
+    engine = Engine()
+    assert told(engine.step({"a": CHUNK})) == (True, True, False)
+    assert engine.step(scheduled, resumed).may_reuse
+    assert not engine.step({}).may_reuse or resumed
+
+
+def test_all_earlier_requests_are_looked_at_and_not_only_the_last_steps():
+    engine = Engine()
+    engine.step({"a": CHUNK, "b": 5})
+    assert told(engine.step({"a": 5, "b": CHUNK})) == (True, True, False)
+    assert engine.step({"b": 5}).may_reuse, "a was preempted"
+
+
+def test_blocks_that_leave_a_window_are_waited_for():
+    engine = Engine(FULL, WINDOW)
+    assert told(engine.step({"a": CHUNK})) == (True, False, False)

@@ -4,7 +4,6 @@ torch's way."""
 import importlib
 import logging
 import mmap
-import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from kvtier.gpu.staging import (
     budget,
     rings,
 )
-from tests.unit.paged_engines import BLOCKS, BLOCKS_PER_CHUNK, ENGINES, fill
+from tests.unit.paged_engines import BLOCKS, BLOCKS_PER_CHUNK, ENGINES
 from tests.unit.paged_streams import Held, Inline
 from tests.unit.triton_interpreter import interpreted
 
@@ -143,56 +142,6 @@ def test_one_launch_moves_many_chunks_of_all_regions(way, dmas, name):
 
     assert made[0].launches == 2
     assert len(queued) == 2 + dmas, "DMAs that wait for the same are queued together"
-
-
-def batch_of(engine_groups, plan, number, dice):
-    """Two chunks: one whole, one that begins and ends inside. The table has other rows before
-    them."""
-    saving, _ = rings(plan, engine_groups[0].dtype, CPU)
-    places, piece = saving.take(2), plan.pieces[number]
-    ids = dice.sample(range(BLOCKS), BLOCKS_PER_CHUNK + 2)
-    bases = [place.address - piece.start for place in places]
-    rows = [
-        (1, 2, 3),
-        *((block, bases[0], index) for index, block in enumerate(ids[:BLOCKS_PER_CHUNK])),
-    ]
-    rows += [(block, bases[1], 1 + index) for index, block in enumerate(ids[BLOCKS_PER_CHUNK:])]
-    table = torch.tensor(rows, dtype=torch.int64).T.contiguous()
-    return StagingBatch(
-        number, piece, 1, [(places[0], 0, BLOCKS_PER_CHUNK), (places[1], 1, 2)]
-    ), table
-
-
-@pytest.mark.parametrize("room", [100_000, 1600])
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_kernel_moves_the_bytes_that_torch_moves(name, room):
-    found = list[list[bytes]]()
-    for make in (interpreted().KernelRows, TorchRows):
-        engine = ENGINES[name](CPU)
-        fill(engine)
-        groups = merged([region.rows for region in regions_of(engine.caches, BLOCKS)])
-        groups = [group.view(widest_word(groups)) for group in groups]
-        sizes = [
-            BLOCKS_PER_CHUNK * group[0, 0].nbytes for group in groups for _ in range(len(group))
-        ]
-        plan, dice, seen = budget(sizes, room, room), random.Random(1), list[bytes]()
-        rows = make(groups, BLOCKS_PER_CHUNK)
-        for number in range(len(plan.pieces)):
-            batch, table = batch_of(groups, plan, number, dice)
-            for place, _, _ in batch.chunks:
-                place.bytes(number).fill_(7)
-            rows.gather(batch, table)
-            if (
-                make is TorchRows
-            ):  # index_select fills a row or none: both leave what is outside the blocks
-                assert batch.chunks[0][0].bytes(number).ne(7).any()
-            seen += [bytes(place.bytes(number).numpy()) for place, _, _ in batch.chunks]
-            for place, _, _ in batch.chunks:
-                place.bytes(number).random_(0, 255, generator=torch.Generator().manual_seed(number))
-            rows.scatter(batch, table)
-            seen += [bytes(memory.numpy().tobytes()) for memory in engine.memory()]
-        found.append(seen)
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
