@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from tests.child_process import wait_for
 from tests.command import bare
@@ -158,17 +157,6 @@ def test_a_second_engine_hits_what_the_first_stored_and_every_byte_is_right(engi
             assert engine.load(2) == (LENGTH, LENGTH, True)
             assert engine.load(3) == (0, 0, True)
         assert two.counts()["loaded"] == 8, two.said()
-
-
-def test_engines_on_other_hosts_share_by_tcp(engines):
-    port = free_port()
-    with serving(f"tcp://127.0.0.1:{port}", flags=("--insecure",), ram_bytes="8MiB") as server:
-        cache_server = {"server": f"tcp://127.0.0.1:{port}", "load_timeout_ms": 20_000}
-        one, two = engines(**cache_server), engines(**near(server))
-        one.stored(1)
-        two.stored(2)
-        assert two.load(1) == (LENGTH, LENGTH, True)
-        assert one.load(2) == (LENGTH, LENGTH, True)
 
 
 def test_a_dead_server_means_misses_and_a_new_one_hits_again(engines):

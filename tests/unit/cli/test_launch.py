@@ -6,10 +6,9 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from tests.child_process import DEADLINE_S
-from tests.conftest import ROOT
 
 SERVER = vllm_command.API_SERVER
 ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))\n"
@@ -32,21 +30,6 @@ from kvtier.tiers.nvme.tier import NvmeTier
 tier = NvmeTier(sys.argv[1], 1 << 20, 4096)
 print("held", flush=True)
 time.sleep(600)
-"""
-ENGINE = """
-import multiprocessing, os, time
-from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
-from kvtier.tiers.nvme.tier import NvmeTier
-
-def engine():
-    end_with_parent()  # as the connector does in it
-    tier = NvmeTier(os.environ["KVTIER_NVME_PATH"], 1 << 20, 4096)
-    print(os.getpid(), flush=True)
-    time.sleep(600)
-
-if "FIRST" in os.environ:
-    multiprocessing.get_context("fork").Process(target=engine).start()
-    time.sleep(600)
 """
 
 
@@ -242,30 +225,6 @@ def test_the_folder_of_a_killed_engine_is_said_at_once_and_waited_for(fake, tmp_
     assert f"{folder}: in use by process {held.pid}" in line and "at most 30 s" in line
     out, _ = process.communicate(timeout=DEADLINE_S)
     assert json.loads(out)[1][1] == "serve"
-
-
-def test_after_a_kill_9_of_what_launch_became_the_next_start_has_the_folder(fake, tmp_path):
-    """The engine's own process had it, and ends when its front end is gone."""
-    (tmp_path / "vllm").write_text(f"#!{sys.executable}\n{ENGINE}{ECHO}")
-    command = [sys.executable, "-m", "kvtier", "launch", "--", "vllm", "serve", "m"]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{fake}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    env |= {"KVTIER_NVME_PATH": str(tmp_path / "kv"), "KVTIER_NVME_BYTES": "64MiB"}
-    with subprocess.Popen(
-        command, env=env | {"FIRST": "1"}, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        engine = int(first.stdout.readline())
-        assert engine != first.pid
-        first.kill()
-    try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(engine, signal.SIGKILL)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[1][1] == "serve"
 
 
 @pytest.mark.parametrize(("env", "words", "said"), [
