@@ -15,7 +15,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S, servers, wait_for
-from tests.command import bare
+from tests.command import bare, ran
 from tests.conftest import ROOT
 from tests.fence import ext4, require_free
 from tests.server_process import short_folder
@@ -122,14 +122,7 @@ class Page:
         return (self.folders[host] / "log").read_text()
 
     def doctor(self):
-        done = subprocess.run(
-            self.words(0, "doctor"),
-            env=self._env,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        done = ran(self.words(0, "doctor"), self._env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -4,7 +4,6 @@ real S3 server."""
 import json
 import os
 import re
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -131,14 +130,7 @@ def test_the_lifecycle_rule_is_one_and_is_for_what_a_tier_writes(server):
     file = ROOT / "deploy" / "objects" / "lifecycle.json"
     assert "file://deploy/objects/lifecycle.json" in (ROOT / "deploy/OPERATIONS.md").read_text()
     python, environment = moto_python(), os.environ | server.environment
-    done = subprocess.run(
-        [python, "-I", "-c", PUT_RULE, server.endpoint, str(file)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = command.ran([python, "-I", "-c", PUT_RULE, server.endpoint, str(file)], environment)
     assert done.returncode == 0, done.stderr
     (rule,) = json.loads(done.stdout)
     prefix = rule["Filter"]["Prefix"]

@@ -14,6 +14,7 @@ from kvtier.core.secret_files import make_folder, read_secret
 from kvtier.server.listening.listeners import listen_unix
 from kvtier.tiers.nvme.check import check
 from tests.child_process import wait_for
+from tests.command import ran
 from tests.server_process import SLOT, ServerProcess, attached, run, save, short_folder
 
 MADE = {
@@ -95,9 +96,7 @@ def test_another_user_cannot_open_what_has_no_name(what):
     read_end, write_end = os.pipe()
     path = pool.path if what == "pool" else f"/proc/{os.getpid()}/fd/{write_end}"
     knock = f"import os; os.setuid(65534); os.open({path!r}, os.O_WRONLY)"
-    refused = subprocess.run(
-        [sys.executable, "-c", knock], capture_output=True, text=True, check=False
-    )
+    refused = ran([sys.executable, "-c", knock])
     assert "PermissionError" in refused.stderr
     assert (
         subprocess.run(

@@ -25,6 +25,7 @@ from kvtier.core.fact import known
 from kvtier.tiers.nvme import disks as disk_probe
 from kvtier.tiers.nvme.disks import probe_disk, probe_disks
 from kvtier.tiers.redis.parts import Redis, RedisSection, probe
+from tests.command import ran
 from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
 from tests.mounts import mounted
@@ -126,9 +127,7 @@ def test_real_cgroup_limit_of_an_outer_group_is_found():
             "print(fact.value, fact.source)"
         )
         command = entering(group, [sys.executable, "-c", code])
-        headroom, limit = subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        headroom, limit = ran(command).stdout.splitlines()
     assert 256 * MIB < int(headroom.split()[0]) <= 512 * MIB
     assert int(limit.split()[0]) == 512 * MIB
     assert group.parent.name in headroom and group.parent.name in limit

@@ -4,7 +4,6 @@ is evaluated, and every panel has data."""
 import json
 import re
 import shutil
-import subprocess
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from kvtier.core.lookup import Served
 from kvtier.started import Started
 from tests.admin_server import administered
 from tests.child_process import DEADLINE_S, wait_for
+from tests.command import ran
 from tests.conftest import ROOT
 from tests.server_process import LAYOUT, attached, load, run, save
 
@@ -153,10 +153,5 @@ def test_promtool_finds_nothing_wrong(tmp_path, file):
     text = (DEPLOY / "prometheus" / file).read_text()
     (tmp_path / file).write_text(text.replace("/run/secrets/metrics-token", str(token)))
     shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
-    done = subprocess.run(
-        ["promtool", "check", "config", str(tmp_path / file)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran(["promtool", "check", "config", str(tmp_path / file)])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, wait_for
+from tests.command import ran
 from tests.server_process import (
     SLOT,
     ServerProcess,
@@ -116,16 +117,12 @@ def test_another_user_may_not_attach(server, client):
         "import os, socket; os.setuid(65534); sock = socket.socket(socket.AF_UNIX);"
         f"sock.connect({str(server.socket)!r}); print(sock.recv(9))"
     )
-    refused = subprocess.run(
-        [sys.executable, "-c", knock], capture_output=True, text=True, check=False
-    )
+    refused = ran([sys.executable, "-c", knock])
     assert "PermissionError" in refused.stderr, "the file's mode"
     server.socket.parent.chmod(0o755)
     server.socket.parent.parent.chmod(0o755)
     server.socket.chmod(0o666)
-    refused = subprocess.run(
-        [sys.executable, "-c", knock], capture_output=True, text=True, check=False
-    )
+    refused = ran([sys.executable, "-c", knock])
     assert refused.stdout == "b''\n" or "ConnectionReset" in refused.stderr, "the credentials"
     assert "user 65534 may not attach" in server.said()
     assert client.lookup(run(1, 1)).progress == Progress(0, 0)

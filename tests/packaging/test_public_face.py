@@ -1,11 +1,11 @@
 """The names that users may rely on, and what they cost to import."""
 
 import importlib.metadata
-import subprocess
 import sys
 from pathlib import Path
 
 import kvtier
+from tests.command import ran
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +41,7 @@ def test_import_loads_nothing_heavy():
         "in sys.modules])"
     )
     # -S: what the site directory's .pth files load at every start is not kvtier's.
-    told = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    told = ran([sys.executable, "-S", "-c", code])
     assert told.stdout.strip() == "[]"
 
 

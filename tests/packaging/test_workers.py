@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import ran
 from tests.rooms import rooms
 from tests.workers import DECIDING, LONGEST, WHOLE
 
@@ -105,13 +106,7 @@ def test_what_make_test_leaves_out_runs_in_the_rest_and_all_has_both(words, many
 
 
 def make(*words):
-    return subprocess.run(
-        ["make", "--no-print-directory", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ran(["make", "--no-print-directory", *words])
 
 
 def test_a_room_has_its_tests_and_one_that_is_none_is_an_error_that_lists_them():

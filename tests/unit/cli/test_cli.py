@@ -2,7 +2,6 @@
 
 import logging
 import re
-import subprocess
 import sys
 from types import ModuleType
 
@@ -16,6 +15,7 @@ from kvtier.config.keys import KEYS, Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.started import Started
+from tests.command import ran
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +188,7 @@ def test_a_password_in_a_flag_is_warned_of(caplog):
 
 def test_too_little_address_space_is_one_line(tmp_path):
     command = ["sh", "-c", 'ulimit -v 204800; exec "$0" -m kvtier config', sys.executable]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ran(command)
     assert done.returncode == 2 and done.stderr.startswith("kvtier: RLIMIT_AS is 200 MiB: give")
     assert done.stderr.count("\n") == 1
 

@@ -15,6 +15,7 @@ from kvtier.core import processes
 from kvtier.extensions.mooncake.tier import MooncakeStore
 from kvtier.extensions.objects.bucket import Bucket, library_environment
 from tests.child_process import DEADLINE_S, wait_for
+from tests.command import ran
 from tests.conftest import ROOT
 from tests.server_process import short_folder
 
@@ -83,15 +84,7 @@ class Trap:
 
     def typed(self, *words, env=None):
         """A command of kvtier's, in that folder."""
-        return subprocess.run(
-            [*COMMAND, *words],
-            cwd=self.folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=DEADLINE_S,
-        )
+        return ran([*COMMAND, *words], env, self.folder)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Keys: equal exactly when the KV bytes must be equal."""
 
 import struct
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import KEY_BYTES, ChunkKey, ChunkLayout, fingerprint, own_half, parent_half
 from kvtier.core.errors import ConfigError, LayoutError
+from tests.command import ran
 
 LAYOUT = ChunkLayout(fingerprint({"model": "a"}), 4, 2, (100, 30))
 KNOWN: list[tuple[bytes, dict[int, bytes], list[str]]] = [
@@ -129,13 +129,7 @@ def test_keys_do_not_depend_on_the_process():
         "(1,)).keys(list(range(9)))[1].hex())"
     )
     seen = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        ran([sys.executable, "-c", code], {"PYTHONHASHSEED": seed}).stdout
         for seed in ("0", "1", "random")
     }
     assert seen == {

@@ -1,9 +1,9 @@
 """Owner: the same number on every server and after every restart, and who may drop what."""
 
-import subprocess
 import sys
 
 from kvtier.core.tenant import OWNER_BYTES, UNOWNED, may, owner_of, tenant
+from tests.command import ran
 
 MODEL, OTHER = bytes(32), bytes(range(32))
 NAMES = ["", "acme", "acmf", "Acme", "ac", "a" * 64, "\N{SNOWMAN}"]
@@ -12,9 +12,7 @@ NAMES = ["", "acme", "acmf", "Acme", "ac", "a" * 64, "\N{SNOWMAN}"]
 def test_the_number_is_part_of_what_lies_on_disks_and_does_not_change():
     assert owner_of(MODEL, "acme") == 0x6C04919CEAC5136F163BC5D9F60EBA6A
     code = "from kvtier.core.tenant import owner_of; print(owner_of(bytes(32), 'acme'))"
-    told = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    told = ran([sys.executable, "-c", code]).stdout
     assert int(told) == owner_of(MODEL, "acme")
 
 

@@ -17,6 +17,7 @@ from kvtier.client.attachment import SharedPool
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.pool import Pool
 from tests.child_process import DEADLINE_S
+from tests.command import ran
 from tests.descriptors import descriptors
 
 PAGE = 4096
@@ -47,9 +48,7 @@ def test_another_process_writes_into_our_slot():
 
 def test_the_region_goes_with_its_owner():
     code = f"from kvtier.core.pool import Pool; print(Pool(1, {PAGE}).path)"
-    path = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=DEADLINE_S, capture_output=True, text=True
-    ).stdout
+    path = ran([sys.executable, "-c", code]).stdout
     with pytest.raises(TierError, match="is its owner alive"):
         Pool.attach(path.strip(), 1, PAGE)
 
@@ -72,13 +71,7 @@ def test_a_larger_region_than_told_is_refused():
 def test_no_process_that_maps_it_can_change_its_size_or_its_seals(call):
     pool = Pool(2, PAGE)
     code = f"import fcntl, os; fd = os.open({pool.path!r}, os.O_RDWR); {call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        timeout=DEADLINE_S,
-        capture_output=True,
-        text=True,
-    )
+    done = ran([sys.executable, "-c", code])
     assert "PermissionError: [Errno 1]" in done.stderr
     pool.view(1)[:] = bytes(PAGE)
 
@@ -167,13 +160,7 @@ def test_the_end_of_a_process_closes_the_witness_last():
         "from kvtier.client.attachment import SharedPool; from kvtier.core.pool import Pool;"
         f"owner = Pool(1, {PAGE}); pool = SharedPool(1, {PAGE}, os.dup(owner.fd), theirs)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        timeout=DEADLINE_S,
-        capture_output=True,
-        text=True,
-    )
+    done = ran([sys.executable, "-c", code])
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 

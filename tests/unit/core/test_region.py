@@ -17,6 +17,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES, make_reserved_region
 from tests.child_process import DEADLINE_S, wait_for
+from tests.command import ran
 from tests.descriptors import descriptors
 from tests.huge_pages import SLOT, address, free_pages, huge_kilobytes, populated, reserved_pages
 
@@ -48,13 +49,7 @@ def test_the_end_of_a_process_unmaps_nothing():
         "import atexit; atexit.register(lambda: print(len(bytes(pool.view(0)))));"
         f"from kvtier.core.pool import Pool; pool = Pool(1, {PAGE})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        timeout=DEADLINE_S,
-        capture_output=True,
-        text=True,
-    )
+    done = ran([sys.executable, "-c", code])
     assert (done.stdout, done.stderr, done.returncode) == (f"{PAGE}\n", "", 0)
 
 
@@ -237,13 +232,7 @@ print(bytes(pool.view(1)[-1:]), len(bytes(pool.buffer)))
 @pytest.mark.alone
 def test_no_reserved_page_is_ever_missing():
     with reserved_pages(PAGES):
-        done = subprocess.run(
-            [sys.executable, "-c", KEPT],
-            check=False,
-            timeout=DEADLINE_S,
-            capture_output=True,
-            text=True,
-        )
+        done = ran([sys.executable, "-c", KEPT])
         assert (done.stdout, done.stderr, done.returncode) == (f"b'y' {SLOTS * SLOT}\n", "", 0)
 
 
