@@ -21,6 +21,7 @@ from kvtier.config.keys import KEYS
 from kvtier.config.load import NO_KEYS, load
 from kvtier.connectors.vllm import versions
 from tests.child_process import wait_for
+from tests.command import bare, ran
 from tests.server_process import attached, serving
 
 ROOT = Path(__file__).parents[2]
@@ -428,12 +429,10 @@ def test_an_engine_in_other_namespaces_maps_the_servers_memory():
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no namespaces can be made here")
     with serving() as server, attached(server.access()):
-        env = {key: value for key, value in os.environ.items() if not key.startswith("KVTIER_")}
         run = server.socket.parent
         mount = f"mount --bind {run} {run} && mount -o remount,ro,bind {run} && ! touch {run}/x"
         engine = shlex.join([sys.executable, "-m", "kvtier", "doctor", "--no-engine"])
         command = [*apart, "sh", "-c", f"{mount} 2>/dev/null && exec {engine}"]
-        env["KVTIER_SERVER"] = str(server.address)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = ran(command, bare(KVTIER_SERVER=server.address))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ok    self-test server" in done.stdout and "ok    self-test ram" in done.stdout

@@ -21,6 +21,7 @@ from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from tests.child_process import DEADLINE_S
+from tests.command import bare
 
 SERVER = vllm_command.API_SERVER
 ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))\n"
@@ -61,11 +62,7 @@ def dist(home, name, version):
 
 @pytest.fixture
 def start(fake, tmp_path):
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVTIER_", "OPTION_"))
-    }
+    clean = bare()
 
     def run(*words, **env):
         process = subprocess.Popen(

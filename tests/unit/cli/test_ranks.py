@@ -13,6 +13,7 @@ import pytest
 
 from kvtier.cli import ranks, vllm_command
 from tests.child_process import DEADLINE_S, servers, wait_for
+from tests.command import bare
 from tests.conftest import ROOT
 from tests.unit.cli.test_launch import dist
 
@@ -53,12 +54,11 @@ class Launched:
         (folder / "kvtier").symlink_to(ROOT / "kvtier", target_is_directory=True)
         dist(folder, "vllm", "0.32.7")
         given = {"PYTHONPATH": str(folder), "TMPDIR": str(folder), "KVTIER_ADMIN": "off"} | env
-        clean = {name: v for name, v in os.environ.items() if not name.startswith("KVTIER_")}
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvtier", "launch", "--", *ENGINES_COMMAND, *words],
-                env=clean | given,
+                env=bare() | given,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -15,7 +15,7 @@ from kvtier.core import processes
 from kvtier.extensions.mooncake.tier import MooncakeStore
 from kvtier.extensions.objects.bucket import Bucket, library_environment
 from tests.child_process import DEADLINE_S, wait_for
-from tests.command import ran
+from tests.command import bare, ran
 from tests.conftest import ROOT
 from tests.server_process import short_folder
 
@@ -107,7 +107,7 @@ def env(tmp_path):
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\n{ENGINE}")
     program.chmod(0o755)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+    clean = bare()
     path = f"{program.parent}:{clean['PATH']}"
     more = {"KVTIER_RAM_BYTES": "16MiB", "KVTIER_ADMIN": "off", "TMPDIR": str(tmp_path)}
     return clean | {"PYTHONPATH": f"{site}:{ROOT}", "PATH": path} | more
