@@ -12,7 +12,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.core.lookup import Progress
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import kvtier
-from tests.server_process import OTHER, ServerProcess, attached, run, save, short_folder
+from tests.server_process import ServerProcess, run, save, short_folder
 
 NVME = 1 << 20
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -100,16 +100,6 @@ def spilled(server, chunks):
         lambda: server.metric("kvtier_held_chunks", tier="nvme") == chunks,
         f"{chunks} chunks on disk",
     )
-
-
-@contextmanager
-def two_tenants(server):
-    """A client of the tenant ``acme``, and one of ``else`` with another model."""
-    with (
-        attached(server.access(namespace="acme")) as client,
-        attached(server.access(OTHER, "else")) as other,
-    ):
-        yield client, other
 
 
 @contextmanager

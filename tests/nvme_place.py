@@ -1,7 +1,7 @@
 """What the NVMe tier's tests share: small slots, keys, and a read that fails the test when the tier
 lies."""
 
-from pathlib import Path
+import pytest
 
 from kvtier.core.chunk import ChunkLayout
 from kvtier.testing.check_tier import content
@@ -19,12 +19,28 @@ def room(slots, slot_bytes=SLOT):
     return table_bytes(slots) + slots * slot_bytes
 
 
-def opened(path, bytes_, slot_bytes):
-    """A tier, of several disks where the path has commas."""
-    folders = [Path(folder) for folder in path.split(",")]
-    if len(folders) == 1:
-        return NvmeTier(folders[0], bytes_, slot_bytes)
-    return DiskSet([DiskPlace(folder, bytes_, 2) for folder in folders], slot_bytes)
+ONE, TWO, FIVE = SETS = (20,), (20, 5), (9, 1, 4, 20, 7)
+"""Slots of each disk."""
+ON_SETS = pytest.mark.parametrize("disks", SETS)
+
+
+def opened(place, disks, slot_bytes=SLOT, *, below="", of_bytes=0, **more):
+    """A tier in a folder for each disk, or one ``below`` it, with room for slots ``of_bytes``."""
+    places = [
+        DiskPlace(place / f"disk{at}" / below, room(slots, of_bytes or slot_bytes), 2)
+        for at, slots in enumerate(disks)
+    ]
+    if len(places) == 1:
+        return NvmeTier(*places[0][:2], slot_bytes, **more)
+    return DiskSet(places, slot_bytes, **more)
+
+
+def section(place, disks, slot_bytes=SLOT):
+    """Configuration keys of the same folders."""
+    return {
+        "nvme_path": ",".join(f"{place}/disk{at}" for at in range(len(disks))),
+        "nvme_bytes": ",".join(f"{room(slots, slot_bytes)}B" for slots in disks),
+    }
 
 
 def fill(tier, keys):

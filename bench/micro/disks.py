@@ -4,8 +4,8 @@
 
 A machine with one disk has others made of it: each folder is behind a throttle that lets so many
 bytes a second through, in the order of its calls, as a device does. All arms take turns. Chunks are
-written as saves are, read as one long hit is, and read in random order as many hits are. ``busy``:
-the least part of the reads' time in which a disk had a call.
+written as saves are, read as one long hit is, and read in random order as many hits are. ``busy``
+and ``queue``: part of the long hit's time in which a disk had calls, and how many, at the least.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -46,6 +47,7 @@ _ARMS = {
     "3 disks, one twice as fast": (2.0, 1.0, 1.0),
 }
 """Disks by their pace."""
+_LEAST = ("busy", "queue")
 
 
 class Throttle:
@@ -55,21 +57,18 @@ class Throttle:
     def __init__(self, rates: dict[Path, float]) -> None:
         self._rates, self._lock = rates, threading.Lock()
         self._free = dict.fromkeys(rates, 0.0)
-        self._folders: dict[int, Path] = {}
-        self.busy_s = dict.fromkeys(rates, 0.0)
+        self.spent_s = defaultdict[tuple[str, Path], float](float)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
     def _wait(self, fd: int, size: int) -> None:
+        folder = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
         with self._lock:
-            if fd not in self._folders:
-                self._folders[fd] = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
-            folder = self._folders[fd]
-            took = size / self._rates[folder]
-            until = max(self._free[folder], time.perf_counter()) + took
-            self._free[folder] = until
-            self.busy_s[folder] += took
+            took, now = size / self._rates[folder], time.perf_counter()
+            self._free[folder] = until = max(self._free[folder], now) + took
+            self.spent_s["busy", folder] += took
+            self.spent_s["queue", folder] += until - now
         time.sleep(max(0.0, until - time.perf_counter()))
 
     def pwritev(self, fd: int, parts: Sequence[memoryview], at: int) -> int:
@@ -84,7 +83,7 @@ class Throttle:
 def measure(
     folder: Path, paces: Sequence[float], rate: float, chunks: int, cpus: int
 ) -> list[float]:
-    """Gigabytes a second of writes, of reads in order and of reads at random, and ``busy``."""
+    """Gigabytes a second of writes, of reads in order and of reads at random, and the least."""
     places = [folder.resolve() / f"disk{at}" for at in range(len(paces))]
     throttle = Throttle({place: pace * rate for place, pace in zip(places, paces, strict=True)})
     threads, most = lane_threads([Disk(str(place)) for place in places], cpus)
@@ -101,7 +100,7 @@ def measure(
     try:
         with closing(tier):
             for verb, order in ((tier.write, keys), (tier.read, keys), (tier.read, shuffled)):
-                before, begun = dict(throttle.busy_s), time.perf_counter()
+                throttle.spent_s.clear()
                 found.append(
                     gigabytes_per_second(
                         lambda at, buffer, verb=verb, order=order: expect(  # type: ignore[misc]
@@ -112,10 +111,10 @@ def measure(
                         threads,
                     )
                 )
-                passed = time.perf_counter() - begun
                 if order is keys:
-                    least = min(throttle.busy_s[one] - before[one] for one in places) / passed
-        return [*found, least]
+                    passed, spent = chunks * _MIB / 1e9 / found[-1], throttle.spent_s.copy()
+                    least = [min(spent[what, one] for one in places) / passed for what in _LEAST]
+        return [*found, *least]
     finally:
         files.os = os
         shutil.rmtree(folder, ignore_errors=True)
@@ -144,7 +143,8 @@ def main() -> None:
             values = [one[at] for one in told[name]]
             ratio = statistics.median(values) / whole
             rows.append(median_row(f"{name}: {verb}", values, "GB/s", whole, ratio))
-        rows.append(median_row(f"{name}: busy", [one[3] for one in told[name]], "part", 1.0))
+        for at, what in enumerate(_LEAST, 3):
+            rows.append(median_row(f"{name}: {what}", [one[at] for one in told[name]], "ratio"))
     print_rows(rows)
     if arguments.output:
         write_results(arguments.output, "disks", rows)

@@ -92,9 +92,9 @@ class SealedTier(ForwardingTier):
         return counts
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. One readable chunk tells whether the key was changed. If so
-        all are dropped: each would be a miss that a prompt waits for. A shared tier may hold
-        others' chunks, so one chunk tells nothing there."""
+        """See :meth:`Tier.recovered`. A few chunks tell whether the key was changed. If so all are
+        dropped: each would be a miss that a prompt waits for. A shared tier may hold others'
+        chunks, so they tell nothing there."""
         keys = self.inner.recovered()
         if self.shared or not self._is_foreign(keys):
             return keys
@@ -172,9 +172,8 @@ class SealedTier(ForwardingTier):
         return stored[start : start + len(self._sign)] == self._sign
 
     def _is_foreign(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether another key sealed the most recently used chunk that can be read."""
-        stored = self._room()
-        for key in keys[: -_TRIED_CHUNKS - 1 : -1]:
-            if self.inner.read(key, stored):
-                return not self._is_ours(stored)
-        return False
+        """Whether another key sealed all that can be read of the tried ones, which are of all ages:
+        of several disks one may come from elsewhere."""
+        stored, tried = self._room(), keys[:: -(len(keys) // _TRIED_CHUNKS) - 1]
+        ours = [self._is_ours(stored) for key in tried if self.inner.read(key, stored)]
+        return bool(ours) and not any(ours)

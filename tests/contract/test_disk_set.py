@@ -6,45 +6,30 @@ import shutil
 
 import pytest
 
-from kvtier.core.chunk import PAGE_BYTES
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
-from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.several import parts_of
 from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.sealed import SealedTier
-from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
+from tests.nvme_place import FIVE, LAYOUT, SLOT, TWO, fill, holds, opened, room
 
 KEYS = LAYOUT.keys(range(40))
-
-
-def disks(place, slots, lent=False, **more):
-    places = [DiskPlace(place / f"disk{at}", room(each), 2) for at, each in enumerate(slots)]
-    return DiskSet(places, SLOT, lent, **more)
 
 
 def on_each(tier):
     return [set(disk.tier.held()) for disk in tier.disks if disk.tier is not None]
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-@pytest.mark.parametrize("slots", [[20], [20, 5], [9, 1, 4, 20, 7]])
-def test_keeps_every_promise_of_a_tier(tmp_path, slots, sealed):
-    size = SLOT - PAGE_BYTES if sealed else SLOT
-
-    def opened():
-        tier = disks(tmp_path / "set", slots)
-        return SealedTier(tier, bytes(32), size) if sealed else tier
-
+@pytest.mark.parametrize("disks", [TWO, FIVE])
+def test_keeps_every_promise_of_a_tier(tmp_path, disks):
     def make():
         shutil.rmtree(tmp_path / "set", ignore_errors=True)
-        return opened()
+        return opened(tmp_path / "set", disks)
 
-    check_tier(make, chunk_bytes=size, reopen=opened)
+    check_tier(make, chunk_bytes=SLOT, reopen=lambda: opened(tmp_path / "set", disks))
 
 
 def test_a_prompts_chunks_lie_on_all_disks_and_a_full_one_is_passed_over(tmp_path):
-    tier = disks(tmp_path, [4, 20, 20])
+    tier = opened(tmp_path, [4, 20, 20])
     fill(tier, KEYS[:9])
     assert min(map(len, on_each(tier))) >= 2
     fill(tier, KEYS[9:])
@@ -58,11 +43,11 @@ def test_a_folder_from_before_is_one_disk_of_a_set_and_a_disk_may_leave_it(tmp_p
     alone = NvmeTier(tmp_path / "disk0", room(20), SLOT)
     fill(alone, KEYS[:9])
     alone.close(KEYS[8::-1])
-    tier = disks(tmp_path, [20, 20])
+    tier = opened(tmp_path, [20, 20])
     assert tier.recovered() == KEYS[8::-1]
     fill(tier, KEYS[9:20])
     tier.close(KEYS[19::-1])
-    tier = disks(tmp_path, [20, 20])
+    tier = opened(tmp_path, [20, 20])
     second = set(on_each(tier)[1])
     tier.close()
     alone = NvmeTier(tmp_path / "disk0", room(20), SLOT)
@@ -75,14 +60,14 @@ def test_a_chunk_on_two_disks_is_kept_on_one(tmp_path):
         one = NvmeTier(tmp_path / f"disk{at}", room(4), SLOT)
         fill(one, KEYS[: at + 2])
         one.close()
-    tier = disks(tmp_path, [4, 4])
+    tier = opened(tmp_path, [4, 4])
     assert sorted(tier.recovered()) == sorted(KEYS[:3])
     assert sum(map(len, on_each(tier))) == 3
     tier.close()
 
 
 def test_what_is_lent_is_divided_by_what_each_disk_could_have(tmp_path):
-    tier = disks(tmp_path, [20, 5], lent=True)
+    tier = opened(tmp_path, [20, 5], lent=True)
     assert not tier.write(KEYS[0], content(KEYS[0], SLOT)), "it has no room yet"
     assert tier.resize(10) == 10
     assert [disk.well_tier.free for disk in tier.disks] == [8, 2]
@@ -100,7 +85,7 @@ def test_a_faster_disk_gets_more(tmp_path, monkeypatch):
         now[0] += 0.003 if tier is slow else 0.001
         return write(tier, key, data, owner)
 
-    tier = disks(tmp_path, [400, 400], clock=lambda: now[0])
+    tier = opened(tmp_path, [400, 400], clock=lambda: now[0])
     slow = tier.disks[0].well_tier
     monkeypatch.setattr(NvmeTier, "write", timed)
     fill(tier, LAYOUT.keys(range(320)))

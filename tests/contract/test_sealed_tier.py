@@ -15,10 +15,9 @@ from kvtier.testing import DictTier, check_tier
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import SLOTS_NAME
-from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
-from tests.nvme_place import LAYOUT, SLOT, flip, room
+from tests.nvme_place import FIVE, LAYOUT, ON_SETS, ONE, SLOT, TWO, flip, opened, section
 from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess, attached, load, run, save, short_folder
 from tests.stores import assembled
@@ -28,9 +27,8 @@ KEYS = LAYOUT.keys(range(6))
 SEALED = sealed_bytes(SLOT)
 
 
-def on_disk(path, size=SLOT, key=KEY):
-    slot = -(-sealed_bytes(size) // PAGE_BYTES) * PAGE_BYTES
-    return SealedTier(NvmeTier(path, room(20, slot), slot), key, size)
+def on_disks(path, disks=ONE, size=SLOT, key=KEY):
+    return SealedTier(opened(path, disks, sealed_bytes(size)), key, size)
 
 
 def read(tier, key):
@@ -58,13 +56,13 @@ def tier(below):
 # ---- the promises of every tier ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 4096, 5000, SLOT])
-def test_over_nvme_it_keeps_every_promise_of_a_tier(tmp_path, size):
+@pytest.mark.parametrize(("size", "disks"), [(1, ONE), (4096, TWO), (5000, FIVE)])
+def test_over_nvme_it_keeps_every_promise_of_a_tier(tmp_path, size, disks):
     def make():
         shutil.rmtree(tmp_path / "tier", ignore_errors=True)
-        return on_disk(tmp_path / "tier", size)
+        return on_disks(tmp_path / "tier", disks, size)
 
-    check_tier(make, chunk_bytes=size, reopen=lambda: on_disk(tmp_path / "tier", size))
+    check_tier(make, chunk_bytes=size, reopen=lambda: on_disks(tmp_path / "tier", disks, size))
 
 
 @pytest.mark.redis
@@ -177,11 +175,12 @@ def test_a_chunk_of_another_size_is_a_bug(tier):
 # ---- a key that was changed ----------------------------------------------------------------------
 
 
-def test_after_a_change_of_key_a_folder_starts_empty_and_whole(tmp_path, caplog):
-    tier = on_disk(tmp_path / "tier")
+@ON_SETS
+def test_after_a_change_of_key_a_folder_starts_empty_and_whole(tmp_path, caplog, disks):
+    tier = on_disks(tmp_path / "tier", disks)
     assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
     tier.close()
-    changed = on_disk(tmp_path / "tier", key=OTHER_KEY)
+    changed = on_disks(tmp_path / "tier", disks, key=OTHER_KEY)
     assert list(changed.recovered()) == []
     assert caplog.text.count("was the encryption key changed?") == 1
     assert changed.find(KEYS) == 0
@@ -189,9 +188,21 @@ def test_after_a_change_of_key_a_folder_starts_empty_and_whole(tmp_path, caplog)
     assert all(changed.write(key, content(key, SLOT)) for key in every), "all of its room is free"
     assert all(read(changed, key) for key in every)
     changed.close()
-    again = on_disk(tmp_path / "tier", key=OTHER_KEY)
+    again = on_disks(tmp_path / "tier", disks, key=OTHER_KEY)
     assert len(again.recovered()) == len(every)
     again.close()
+
+
+def test_of_several_disks_one_with_another_key_costs_its_own(tmp_path):
+    for own, keys, place in ((KEY, KEYS[3:], tmp_path), (OTHER_KEY, KEYS[:3], tmp_path / "new")):
+        tier = on_disks(place, (3,), key=own)
+        assert all(tier.write(key, content(key, SLOT)) for key in keys)
+        tier.close()
+    (tmp_path / "new/disk0").rename(tmp_path / "disk1")
+    tier = on_disks(tmp_path, (3, 3))
+    assert sorted(tier.recovered()) == sorted(KEYS)
+    assert [read(tier, key) for key in KEYS] == [False] * 3 + [True] * 3
+    tier.close()
 
 
 def test_a_shared_tier_is_not_judged_by_the_chunks_of_others():
@@ -204,11 +215,11 @@ def test_a_shared_tier_is_not_judged_by_the_chunks_of_others():
 
 
 def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path):
-    tier = on_disk(tmp_path / "tier")
+    tier = on_disks(tmp_path / "tier")
     assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
     tier.close(KEYS[::-1])
-    flip(tmp_path / "tier" / SLOTS_NAME, 77)
-    again = on_disk(tmp_path / "tier")
+    flip(tmp_path / "tier/disk0" / SLOTS_NAME, 77)
+    again = on_disks(tmp_path / "tier")
     assert sorted(again.recovered()) == sorted(KEYS)
     assert [read(again, key) for key in KEYS] == [False, *[True] * 5]
     again.close()
@@ -218,13 +229,13 @@ def test_one_damaged_chunk_is_not_taken_for_a_change_of_key(tmp_path):
 
 
 def test_check_needs_no_key_to_find_damage(tmp_path):
-    tier = on_disk(tmp_path / "tier")
+    tier = on_disks(tmp_path)
     assert all(tier.write(key, content(key, SLOT)) for key in KEYS)
     tier.close()
-    report = check(tmp_path / "tier")
+    report = check(tmp_path / "disk0")
     assert (report.slot_bytes, report.good, report.corrupt) == (SEALED, 6, 0)
-    flip(tmp_path / "tier" / SLOTS_NAME, 2 * SEALED + 5)
-    report = check(tmp_path / "tier")
+    flip(tmp_path / "disk0" / SLOTS_NAME, 2 * SEALED + 5)
+    report = check(tmp_path / "disk0")
     assert (report.good, report.corrupt) == (5, 1)
 
 
@@ -240,11 +251,7 @@ def key_file(folder, text=None, mode=0o600):
 
 @pytest.fixture
 def settings(tmp_path):
-    return {
-        "ram_bytes": 8 * SLOT,
-        "nvme_path": str(tmp_path / "nvme"),
-        "nvme_bytes": room(8, SEALED),
-    }
+    return {"ram_bytes": 8 * SLOT} | section(tmp_path / "nvme", ONE, SEALED)
 
 
 @pytest.mark.parametrize(
@@ -295,11 +302,11 @@ def test_without_the_library_it_is_an_error_that_names_the_extra(tmp_path, setti
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("way", ["file", "variable"])
-def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_only(way):
+@pytest.mark.parametrize(("way", "disks"), [("file", ONE), ("variable", TWO), ("file", FIVE)])
+def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_only(way, disks):
     keys = run(1, 3)
     with short_folder() as folder, RedisServer() as redis:
-        place: dict[str, Any] = {"nvme_path": folder / "nvme", "nvme_bytes": 1 << 20}
+        place: dict[str, Any] = section(folder, disks, SEALED)
         place |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
         by_file = {"encryption_key_file": key_file(folder)}
         key = by_file if way == "file" else {"encryption_key": KEY.hex() + "\n"}
@@ -311,8 +318,8 @@ def test_a_server_keeps_nothing_readable_and_finds_it_again_with_the_same_key_on
                 "spilled",
             )
             below = [bytes(behind.get(name) or b"") for name in chunks_in(behind)]
-            below.append((folder / "nvme" / f"slots-{SLOT}" / SLOTS_NAME).read_bytes())
-            assert len(below) == 7
+            below += [each.read_bytes() for each in folder.glob(f"disk*/*/{SLOTS_NAME}")]
+            assert len(below) == 6 + len(disks)
             assert not any(
                 bytes(content(key, SLOT)[at : at + 64]) in one
                 for key in keys
@@ -341,7 +348,10 @@ def chunks_in(behind):
     return [name for name in behind.scan_iter() if not name.endswith(b"{signed}")]
 
 
-def test_switched_on_and_off_a_folder_starts_empty(tmp_path, settings, monkeypatch):
+@ON_SETS
+def test_switched_on_and_off_a_folder_starts_empty(tmp_path, settings, monkeypatch, disks):
+    settings |= section(tmp_path, disks, SEALED)
+
     def held(*, encrypted):
         monkeypatch.setenv(ENCRYPTION_KEY, KEY.hex())
         if not encrypted:

@@ -431,9 +431,9 @@ def test_folders_that_cannot_be_one_tier_are_named_before_any_is_opened(tmp_path
 class Stored:
     """A Store over four disks of five chunks, whose second disk fails."""
 
-    def __init__(self, tmp_path, clock):
-        self.tier, self.pool = opened(tmp_path, clock, slots=5), Pool(4, SLOT)
-        self.lane = Lane("nvme", 3, urgent_bound=100, bound=100)
+    def __init__(self, tmp_path, clock, slots=4, threads=3):
+        self.tier, self.pool = opened(tmp_path, clock, slots=5), Pool(slots, SLOT)
+        self.lane = Lane("nvme", threads, urgent_bound=100, bound=100)
         self.store = Store(self.pool, [TierSpec(self.tier, self.lane)])
         self.lower, self.clock = self.store.lower[0], clock
 
@@ -461,6 +461,21 @@ class Stored:
         self.tier.find([])
         wait_for(lambda: not self.tier.nodes_away and not self.tier.owed, "it is back")
         self.lower.sweep()
+
+
+def test_one_load_reads_from_all_disks_at_once(tmp_path, faulty, clock):
+    before = opened(tmp_path, clock, slots=5)
+    fill(before, KEYS[:20])
+    before.close(KEYS[19::-1])
+    stored = Stored(tmp_path, clock, slots=20, threads=8)
+    faulty.hung.update(disk.folder for disk in stored.tier.disks)
+    with stored.store.load(KEYS[:20]) as lease:
+        wait_for(lambda: [disk.calls for disk in stored.tier.disks] == [2] * 4, "as many as may be")
+        faulty.goes.set()
+        wait_for(lambda: lease.poll().ready == 20, "all are there")
+        assert lease.sources == ["nvme"] * 20
+        assert lease.views() == [content(key, SLOT) for key in KEYS[:20]]
+    assert stored.store.close(5.0)
 
 
 def test_a_store_writes_on_when_a_disk_is_gone_and_has_its_chunks_again(tmp_path, faulty, clock):

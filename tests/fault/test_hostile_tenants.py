@@ -23,12 +23,11 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import AdminServer
 from tests.answering import Session
 from tests.child_process import wait_for
-from tests.nvme_place import room
+from tests.nvme_place import FIVE, ONE, TWO, opened, section
 from tests.redis_server import RedisServer
 from tests.server_process import LAYOUT, SLOT, ServerProcess, attached, load, save, short_folder
 
@@ -102,7 +101,7 @@ def placed(stack, tier):
     folder, port, slots = stack.enter_context(short_folder()), free_port(), 64
     settings: dict[str, Any] = {}
     if tier == "nvme":
-        settings |= {"nvme_path": folder / "nvme", "nvme_bytes": room(slots)}
+        settings |= section(folder, (60, 4))
     elif tier == "redis":
         redis = stack.enter_context(RedisServer())
         settings |= {
@@ -150,10 +149,14 @@ def test_who_knows_the_prompt_but_not_the_salt_or_namespace_gets_nothing(stack, 
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize(("end", "encrypted"), [("kill", False), ("stop", True)])
-def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(stack, end, encrypted):
+@pytest.mark.parametrize(
+    ("end", "encrypted", "disks"),
+    [("kill", False, ONE), ("stop", True, TWO), ("kill", True, FIVE), ("stop", False, FIVE)],
+)
+def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(stack, end, encrypted, disks):
     folder, redis = stack.enter_context(short_folder()), stack.enter_context(RedisServer())
-    settings = {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
+    settings = section(folder, disks, 2 * SLOT)
+    settings |= {"redis_url": redis.url, "redis_bytes": 1 << 20, "patient": True}
     settings |= {"encryption_key": "7e" * 32} if encrypted else {}
     server = stack.enter_context(AdminServer(folder, **settings))
     other = HOSTILE["in a namespace of its own"]
@@ -170,13 +173,14 @@ def test_after_a_restart_one_tenant_is_erased_and_the_other_is_served(stack, end
     server.start()
     with attached(other.access(server.address)) as neighbour:
         done = server.clear(namespace="acme")
-        assert (done["complete"], done["chunks"]) == (True, len(theirs))
+        assert (done["complete"], done["chunks"], done["left"]) == (True, len(theirs), 0)
         assert names_in(redis, theirs + others) == [False] * len(theirs) + [True] * len(others)
         assert load(neighbour, others) == ["nvme"] * len(others)
     for lost in ("nothing", "nvme"):
         getattr(server, end)()
         if lost == "nvme":
-            shutil.rmtree(folder / "nvme")
+            for disk in folder.glob("disk*"):
+                shutil.rmtree(disk)
         server.start()
         with (
             attached(VICTIM.access(server.address)) as client,
@@ -227,7 +231,7 @@ def test_asking_for_anothers_prompt_takes_the_same_steps_as_asking_for_one_that_
     with a table of all tenants' keys. A key of another namespace or salt differs from its first
     bytes on, wherever it is stored."""
     lane = ManualLane()
-    store = Store(Pool(32, SLOT), [(NvmeTier(tmp_path / "nvme", room(32), SLOT), lane)])
+    store = Store(Pool(32, SLOT), [(opened(tmp_path, TWO), lane)])
     hostile = Session(store, 2)
     held, asked = VICTIM.keys(TOKENS), HOSTILE[who].keys(TOKENS)
     save(store, held)

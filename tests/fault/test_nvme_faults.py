@@ -23,12 +23,12 @@ from kvtier.tiers.nvme.index import (
     payload_checksum,
 )
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, opened, room
+from tests.nvme_place import LAYOUT, ON_SETS, SLOT, fill, flip, held, opened, room
 
 SLOTS = 8
 ROOM = room(SLOTS)
 KEYS = LAYOUT.keys(range(SLOTS))
-KILLS = 24
+KILLS = 20
 
 
 @pytest.fixture
@@ -184,13 +184,14 @@ def test_of_two_records_for_a_key_the_newer_counts(place):
 
 WRITER = """
 import os, random, sys
+from pathlib import Path
 from kvtier.core.chunk import ChunkLayout
 from kvtier.testing.check_tier import content
 from tests.nvme_place import opened
-path, room, slot, seed = sys.argv[1], *map(int, sys.argv[2:])
+slot, seed, *disks = map(int, sys.argv[2:])
 keys = ChunkLayout(bytes(32), 1, 1, (slot,)).keys(range(40))
 rng = random.Random(seed)
-tier = opened(path, room, slot)
+tier = opened(Path(sys.argv[1]), disks)
 held = set(tier.recovered())
 os.write(1, b"!")
 for turn in range(5000):
@@ -204,14 +205,14 @@ for turn in range(5000):
         held.add(keys[index])
     if turn % 50 == 49:
         tier.close(sorted(held))
-        tier = opened(path, room, slot)
+        tier = opened(Path(sys.argv[1]), disks)
 """
 
 
-def run_and_kill(path, size, seed):
+def run_and_kill(path, disks, seed):
     """Let a writer work in ``path``, kill -9 it at a random point, return all it had told by
     then."""
-    command = [sys.executable, "-c", WRITER, str(path), str(size), str(SLOT), str(seed)]
+    command = [sys.executable, "-c", WRITER, str(path), *map(str, (SLOT, seed, *disks))]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         told = b""
@@ -223,18 +224,17 @@ def run_and_kill(path, size, seed):
     return told
 
 
-@pytest.mark.parametrize("disks", [1, 4])
+@ON_SETS
 def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path, disks):
-    size, path = room(24), ",".join(str(tmp_path / f"tier{at}") for at in range(disks))
     keys = LAYOUT.keys(range(40))
     acknowledged: set[int] = set()
     for seed in range(KILLS):
-        for event in run_and_kill(path, size, seed)[1:]:
+        for event in run_and_kill(tmp_path, disks, seed)[1:]:
             if event < 128:
                 acknowledged.add(event)
             else:
                 acknowledged.discard(event - 128)
-        tier = opened(path, size, SLOT)
+        tier = opened(tmp_path, disks)
         found = {keys.index(key) for key in tier.recovered()}
         readable = held(tier, keys)
         assert readable == found, "after kill -9 (no power cut) what is found is whole"

@@ -20,12 +20,11 @@ from tests.admin_server import (
     administered,
     clearing,
     spilled,
-    two_tenants,
 )
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import kvtier
 from tests.redis_server import make_certificate
-from tests.server_process import LAYOUT, OTHER, SLOT, attached, load, run, save, short_folder
+from tests.server_process import LAYOUT, OTHER, SLOT, attached, run, save, short_folder
 
 
 @pytest.fixture
@@ -149,32 +148,6 @@ def test_lookup_says_how_far_each_place_reaches(server):
             fingerprint=here["fingerprint"], tokens=[1, *range(7)], chunk_tokens=1, salt="x"
         )
         assert salted["size_classes"][0]["coming"] == 0
-
-
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_after_a_restart_just_the_tenant_is_erased_and_no_engine_of_it_need_come(server, end):
-    theirs, others = run(1, 4), run(1, 4, OTHER)
-    with two_tenants(server) as (client, other):
-        save(client, theirs)
-        save(other, others)
-        spilled(server, 8)
-    getattr(server, end)()
-    server.start()
-    with attached(server.access(OTHER, "else")) as other:
-        done = server.clear(namespace="acme")
-        assert done == {
-            "complete": True,
-            "chunks": 4,
-            "left": 0,
-            "owed_deletes": 0,
-            "untouched": [],
-        }
-        assert load(other, others) == ["nvme"] * 4
-    getattr(server, end)()
-    server.start()
-    with two_tenants(server) as (client, other):
-        assert client.lookup(theirs).progress == Progress(0, 0)
-        assert other.lookup(others).progress == Progress(0, 4)
 
 
 def test_a_save_in_progress_is_waited_for(server):

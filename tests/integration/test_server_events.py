@@ -8,7 +8,8 @@ import pytest
 from kvtier.client import heard
 from kvtier.core.chunk import ChunkKey
 from tests.child_process import DEADLINE_S, wait_for
-from tests.server_process import LAYOUT, SLOT, at_rest, attached, run, save, serving, told_all
+from tests.nvme_place import SETS, section
+from tests.server_process import LAYOUT, at_rest, attached, run, save, serving, told_all
 
 PROMPTS = 12
 LENGTH = 6
@@ -51,9 +52,9 @@ class Picture:
         }
 
 
-@pytest.fixture
-def server(tmp_path):
-    with serving(nvme_path=tmp_path / "nvme", nvme_bytes=40 * SLOT) as server:
+@pytest.fixture(params=SETS, ids=len)
+def server(tmp_path, request):
+    with serving(**section(tmp_path, request.param)) as server:
         yield server
 
 
@@ -77,9 +78,8 @@ def act(rng, client):
         client.invalidate_all()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_at_rest_the_picture_is_what_the_server_holds(server, seed):
-    rng = random.Random(seed)
+def test_at_rest_the_picture_is_what_the_server_holds(server):
+    rng = random.Random(1)
     with attached(server.access()) as client, attached(server.access()) as other:
         picture = Picture(client)
         for number in range(OPERATIONS):

@@ -5,9 +5,11 @@ from itertools import count
 
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from tests.child_process import DEADLINE_S
+from tests.nvme_place import FIVE, room, section
 from tests.server_process import ServerProcess, at_rest, attached, load, run, save, short_folder
 
-RAM, NVME = 96 * 8192, 4 << 20
+RAM, PART = 96 * 8192, 100 << 10
+NVME = sum(room(parts, PART) for parts in FIVE)
 SMALL, LARGE = 4096, 12288
 _PROMPTS = count()
 
@@ -33,9 +35,7 @@ def busy(client, slot_bytes):
 def test_a_load_that_moves_between_sizes_has_nine_tenths_of_the_bytes_each_time():
     with (
         short_folder() as folder,
-        ServerProcess(
-            folder, ram_bytes=RAM, nvme_path=f"{folder}/a,{folder}/b", nvme_bytes=NVME
-        ) as server,
+        ServerProcess(folder, ram_bytes=RAM, **section(folder / "nvme", FIVE, PART)) as server,
         attached(server.access(of_size(SMALL))) as small,
         attached(server.access(of_size(LARGE))) as large,
     ):

@@ -4,14 +4,15 @@ Redis.
 ``python -m tests.trust.crash [--kills 240] [--seed 0]`` prints one object of JSON.
 
 Two places are under load at once: a server (RAM, NVMe, Redis) with two engines attached, and an
-engine with a store of its own (RAM, NVMe, Redis). All tiers are smaller than what is saved, so that
-at any moment something is being written, deleted, spilled and promoted. A turn kills a server, an
-engine, all engines of a server, or the engine with a store of its own. Then, every time:
+engine with a store of its own (RAM, NVMe, Redis), with 1, 2 or 5 unequal disks each. All tiers are
+smaller than what is saved, so that at any moment something is being written, deleted, spilled and
+promoted. A turn kills a server, an engine, all engines of a server, or the engine with a store of
+its own. Then, every time:
 
 - Every record in the NVMe files is whole, and its payload is what the key stands for, byte by byte.
-  After a server's death both files are read while nobody has them, and ``kvtier check`` must agree.
-- The next server says in its log how many chunks it found after a stop without close, and it is
-  that number.
+  After a server's death all files are read while nobody has them, and ``kvtier check`` must agree.
+- The next server says in its log how many chunks it found on each disk after a stop without close,
+  and it is that number.
 - Engines that lived on miss, and hit again by themselves. Each compares every byte it is served, at
   all times.
 
@@ -49,6 +50,7 @@ from kvtier.tiers.nvme.index import RECORD_BYTES, read_records
 from kvtier.tiers.redis.layout import Form
 from tests.child_process import wait_for
 from tests.engine_process import LONGEST, PROMPTS
+from tests.nvme_place import ONE, SETS, section
 from tests.redis_server import RedisServer
 from tests.server_process import (
     LAYOUT,
@@ -63,7 +65,7 @@ from tests.server_process import (
 from tests.trust.victims import Engine
 
 TIGHT = 400 << 10
-"""Of RAM, NVMe and Redis each: fewer chunks than are saved."""
+"""Of a tier: fewer chunks than are saved."""
 MOST_LETTERS = 80
 """An engine says so many in a few milliseconds."""
 SPACES = {"served": fingerprint({"server": SLOT}), "alone": LAYOUT.fingerprint}
@@ -102,17 +104,24 @@ def on_disk(folder):
     return set(records.keys)
 
 
-def settings(folder, redis, moment="save"):
+def each_disk(folder):
+    """Each folder of a tier in ``folder``, and its keys."""
+    return {index.parent: on_disk(index.parent) for index in folder.rglob(INDEX_NAME)}
+
+
+def settings(folder, redis, moment="save", disks=ONE):
     """Configuration keys of a place. ``moment``: when chunks are written to NVMe."""
     writes = {"nvme_write_limit": 1 << 50} if moment == "evict" else {}
-    return writes | {
-        "nvme_path": str(folder / "nvme"),
-        "nvme_bytes": TIGHT,
-        "ram_bytes": 24 * SLOT,
-        "redis_url": f"unix://{redis.path}",
-        "redis_bytes": TIGHT,
-        "admin": "off",
-    }
+    return (
+        writes
+        | section(folder, disks)
+        | {
+            "ram_bytes": 24 * SLOT,
+            "redis_url": f"unix://{redis.path}",
+            "redis_bytes": TIGHT,
+            "admin": "off",
+        }
+    )
 
 
 class Served:
@@ -120,7 +129,8 @@ class Served:
 
     def __init__(self, folder, redis, draw, toll):
         self.folder, self.draw, self.toll = folder, draw, toll
-        self.server = ServerProcess(folder, **settings(folder, redis, draw.choice(MOMENTS)))
+        config = settings(folder, redis, draw.choice(MOMENTS), draw.choice(SETS))
+        self.server = ServerProcess(folder, **config)
         self.server.start()
         self.engines = [self._engine() for _ in range(2)]
         self.open_files = 0
@@ -137,27 +147,20 @@ class Served:
     def kill_server(self):
         self.server.kill()
         self.toll.kills["server"] += 1
-        files = self.folder / "nvme" / f"slots-{SLOT}"
-        held = on_disk(files)
-        report = check(files)
-        assert (report.good, report.corrupt, report.damaged, report.stale) == (
-            len(held),
-            0,
-            0,
-            0,
-        ), str(report)
+        held = each_disk(self.folder)
+        for files, keys in held.items():
+            report = check(files)
+            found = (report.good, report.corrupt, report.damaged, report.stale)
+            assert found == (len(keys), 0, 0, 0), str(report)
         said = len(self.server.said())
         self.server.start()
         for engine in self.engines:
             engine.hear_until(b"h")
-        expected = (
-            f"{len(held)} chunks found after a stop without close, 0 records damaged"
-            if held
-            else ""
-        )
-        assert expected in self.server.said()[said:], f"not said: {expected}"
+        for files, keys in held.items():
+            line = f"{len(keys)} chunks found after a stop without close, 0 records damaged"
+            assert not keys or f"{files}: {line}" in self.server.said()[said:], f"not said: {line}"
+            self.toll.recovered["server"] += len(keys)
         self.toll.restarts += 1
-        self.toll.recovered["server"] += len(held)
 
     def kill_engine(self):
         which = self.draw.randrange(len(self.engines))
@@ -195,13 +198,7 @@ class Served:
         with attached(self.server.access()) as client:
             at_rest(client)
         assert self.server.stop() == 0, self.server.said()
-        tier = f"nvme/slots-{SLOT}"
-        left = {
-            "server.log",
-            "run/kvtier.sock.lock",
-            f"{tier}/{INDEX_NAME}",
-            f"{tier}/{SLOTS_NAME}",
-        }
+        left = {"server.log", "run/kvtier.sock.lock"} | tiers_files(self.folder)
         assert files_in(self.folder) == left, f"left: {files_in(self.folder)}"
 
     def abandon(self):
@@ -219,7 +216,7 @@ class Alone:
 
     def __init__(self, folder, redis, draw, toll):
         self.folder, self.redis, self.draw, self.toll = folder, redis, draw, toll
-        self.config = settings(folder, redis, draw.choice(MOMENTS))
+        self.config = settings(folder, redis, draw.choice(MOMENTS), draw.choice(SETS))
         self.engine = self._engine()
 
     def strike(self):
@@ -228,8 +225,8 @@ class Alone:
         self.engine.hear(self.draw.randint(1, MOST_LETTERS))
         self.engine.kill()
         self.toll.kills["engine with a store"] += 1
-        held = on_disk(self.folder / "nvme")
-        self.toll.recovered["engine with a store"] += len(held)
+        held = sum(map(len, each_disk(self.folder).values()))
+        self.toll.recovered["engine with a store"] += held
         if self.draw.random() < 0.5:
             self._open_and_compare(held)
         self.toll.restarts += 1
@@ -237,10 +234,8 @@ class Alone:
 
     def end(self):
         self.engine.kill()
-        self._open_and_compare(on_disk(self.folder / "nvme"))
-        assert files_in(self.folder) == {f"nvme/{INDEX_NAME}", f"nvme/{SLOTS_NAME}"}, str(
-            files_in(self.folder)
-        )
+        self._open_and_compare(sum(map(len, each_disk(self.folder).values())))
+        assert files_in(self.folder) == tiers_files(self.folder), str(files_in(self.folder))
 
     def abandon(self):
         """After a violation."""
@@ -256,7 +251,7 @@ class Alone:
         store = assemble(Started(Config().with_keys(**self.config)), LAYOUT)
         assert isinstance(store, Store)
         try:
-            assert store.stats()["nvme_held"] == len(held)
+            assert store.stats()["nvme_held"] == held
             for prompt in range(PROMPTS):
                 keys = run(prompt, LONGEST)
                 claimed = sum(store.lookup(keys).progress)
@@ -285,6 +280,11 @@ def descriptors(pid):
 
 def files_in(folder):
     return {str(each.relative_to(folder)) for each in folder.rglob("*") if not each.is_dir()}
+
+
+def tiers_files(folder):
+    names = (INDEX_NAME, SLOTS_NAME)
+    return {f"{each.relative_to(folder)}/{name}" for each in each_disk(folder) for name in names}
 
 
 def redis_is_whole(redis, form):

@@ -28,6 +28,7 @@ from kvtier.core.errors import KVTierError, TierError
 from kvtier.core.report import DiskStatus
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.tiers.base import EVENTS, EventCounts, Tier
+from kvtier.tiers.nvme.disks import servers_bytes
 from kvtier.tiers.nvme.index import slots_within, table_bytes
 from kvtier.tiers.nvme.set_disk import SetDisk
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -236,18 +237,22 @@ class DiskSet(Tier):
     # ---- room ------------------------------------------------------------------------------------
 
     def resize(self, chunks: int) -> int:
-        """Each disk keeps room for what it holds. The rest is divided by what they could have."""
-        tiers = [disk.tier for disk in self.disks if disk.tier is not None and not disk.away]
+        """Each disk keeps room for what it holds. The rest is divided by what they could have
+        beside a server's other chunk sizes, which may have more of one disk than of another."""
+        disks = [disk for disk in self.disks if disk.tier is not None and not disk.away]
         self._lent = self._lent or chunks < self.capacity
-        spare = max(0, chunks - sum(tier.used for tier in tiers))
-        most = sum(tier.capacity - tier.used for tier in tiers)
-        room = 0
-        for tier in tiers:
-            held = tier.used
-            free = tier.capacity - held
+        held = [disk.well_tier.used for disk in disks]
+        could = [
+            max(0, disk.capacity - used - -(-taken // self.chunk_room))
+            for disk, used in zip(disks, held, strict=True)
+            for taken in [servers_bytes(disk.folder.parent, but=disk.folder).value or 0]
+        ]
+        most = sum(could)
+        spare, room = min(max(0, chunks - sum(held)), most), 0
+        for disk, used, free in zip(disks, held, could, strict=True):
             mine = -(-spare * free // most) if most else 0
             spare, most = spare - mine, most - free
-            room += tier.resize(held + mine)
+            room += disk.well_tier.resize(used + mine)
         return room
 
     # ---- health ----------------------------------------------------------------------------------

@@ -60,7 +60,6 @@ _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
 _THREADS = {"nvme": 4, "ssd": 2, "virtual": 4, "ebs": 2, "rotational": 1}
 """Calls at once, by kind of disk: some verify what they read while others keep it busy."""
 _UNKNOWN_THREADS = 4
-_UNKNOWN_CPUS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +142,7 @@ def probe_disk(path: str, root: Path = ROOT) -> Disk:
 def reusable(disk: Disk, *, server: bool) -> Disk:
     """``disk`` with files that a server, or an engine, can reuse in ``own``, others in ``left``."""
     disk = replace(disk, left=left_behind(disk.path, servers=not server))
-    servers = fact_of(
-        lambda: sum(_own_bytes(folder) for folder in Path(disk.path).glob(SIZE_FOLDERS)),
-        "files of an earlier server",
-    )
+    servers = servers_bytes(Path(disk.path))
     if server:
         return replace(disk, own=servers)
     if disk.own.value is None:
@@ -169,10 +165,18 @@ def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def disk_threads(disk: Disk, cpus: int | None) -> int:
+def servers_bytes(place: Path, but: Path | None = None) -> Fact[int]:
+    """Of a server's folders for each chunk size in ``place``, ``but`` left out."""
+    return fact_of(
+        lambda: sum(_own_bytes(size) for size in place.glob(SIZE_FOLDERS) if size != but),
+        "files of an earlier server",
+    )
+
+
+def disk_threads(disk: Disk, cpus: int) -> int:
     """Calls at once: enough for the kind of disk, at most two a CPU."""
     wanted = _THREADS.get(disk.device.value or "", _UNKNOWN_THREADS)
-    return max(1, min(wanted, 2 * (cpus or _UNKNOWN_CPUS)))
+    return max(1, min(wanted, 2 * cpus))
 
 
 def _mount_of(path: Path, root: Path) -> Mount | None:

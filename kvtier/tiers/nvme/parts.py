@@ -167,17 +167,10 @@ def disk_findings(own: NvmeSection, disk: Disk) -> Iterator[Finding]:
     if disk.o_direct.value is False:
         do = "the page cache takes RAM a second time there; name a folder on ext4 or xfs"
         yield Finding("nvme", "warn", f"no O_DIRECT at {disk.path}: {disk.o_direct.source}", do)
-    if _others_write(Path(disk.path)):
-        yield Finding(
-            "nvme", "warn", f"every user may write in {disk.path}", f"chmod 700 {disk.path}"
-        )
-
-
-def _others_write(folder: Path) -> bool:
-    try:
-        return bool(folder.stat().st_mode & stat.S_IWOTH)
-    except OSError:
-        return False
+    with suppress(OSError):
+        if os.stat(disk.path).st_mode & stat.S_IWOTH:
+            said = f"every user may write in {disk.path}"
+            yield Finding("nvme", "warn", said, f"chmod 700 {disk.path}")
 
 
 SECTION = NvmeSection
@@ -193,15 +186,14 @@ def open(own: NvmeSection, around: Opening) -> Opened:
     require_apart(own.folders())
     folders = own.folders(around.replica)
     sizes = [int(each.bytes_ or 0) for each in own.disks(around.replica)]
-    cpus, more = len(os.sched_getaffinity(0)), (around.lent, around.in_huge_pages)
+    cpus, lent, huge = len(os.sched_getaffinity(0)), around.lent, around.in_huge_pages
     threads, calls = lane_threads([probe_disk(str(folder)) for folder in folders], cpus)
     tier: Tier
     if len(folders) == 1:
-        lent, huge = more
         tier = NvmeTier(folders[0], sizes[0], around.chunk_bytes, lent=lent, in_huge_pages=huge)
     else:
         require_ours(folders)
-        tier = DiskSet(list(map(DiskPlace, folders, sizes, calls)), around.chunk_bytes, *more)
+        tier = DiskSet(list(map(DiskPlace, folders, sizes, calls)), around.chunk_bytes, lent, huge)
     reserved = sum(probe_disk(str(folder)).own.value or 0 for folder in folders)
     where = ",".join(map(str, folders))
     said = (

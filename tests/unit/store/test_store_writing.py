@@ -25,8 +25,8 @@ from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
+from tests.nvme_place import ON_SETS, opened, section
 from tests.stores import LAYOUT, SLOT, assembled, keys, over, save
 
 DAY = 86_400
@@ -154,8 +154,9 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first():
     assert store.stats()["dict_spill_late"] == 0
 
 
-def test_a_restart_of_real_files_is_warm(tmp_path):
-    place = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20, "nvme_write_limit": 1 << 40}
+@ON_SETS
+def test_a_restart_of_real_files_is_warm(tmp_path, disks):
+    place = section(tmp_path, disks, SLOT) | {"nvme_write_limit": 1 << 40}
     run = keys(1, 2, 3)
     for match in (Progress(0, 0), Progress(0, 3)):
         store = assembled(ram_bytes=8 * SLOT, **place)
@@ -263,8 +264,9 @@ def test_what_a_tier_has_costs_no_budget_and_is_not_counted_as_refused():
 # ---- NVMe and the configuration ------------------------------------------------------------------
 
 
-def test_chunks_that_leave_nvme_unread_are_counted(tmp_path):
-    tier = NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
+@ON_SETS
+def test_chunks_that_leave_nvme_unread_are_counted(tmp_path, disks):
+    tier = opened(tmp_path, disks, SLOT)
     read, unread, left = keys(1)[0], keys(2)[0], keys(3)[0]
     into = memoryview(bytearray(SLOT))
     for key in (read, unread, left):
@@ -276,14 +278,15 @@ def test_chunks_that_leave_nvme_unread_are_counted(tmp_path):
     tier.delete(unread)
     assert tier.counts["evicted_unread"] == 1
     tier.close()
-    tier = NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
+    tier = opened(tmp_path, disks, SLOT)
     tier.delete(left)
     assert tier.counts["evicted_unread"] == 0, "it may have been read before the restart"
     tier.close()
 
 
-def test_a_server_tells_what_wears_its_disk(tmp_path):
-    lane, tier = ManualLane(), NvmeTier(tmp_path / "nvme", 1 << 20, SLOT, direct=False)
+@ON_SETS
+def test_a_server_tells_what_wears_its_disk(tmp_path, disks):
+    lane, tier = ManualLane(), opened(tmp_path, disks, SLOT)
     store = Store(Pool(8, SLOT), [TierSpec(tier, lane, WriteBudget(1, 0))])
     save(store, keys(1, 2, 3), lane)
     tier.delete(keys(1)[0])
@@ -304,9 +307,12 @@ def test_a_server_tells_what_wears_its_disk(tmp_path):
     store.close()
 
 
+@ON_SETS
 @pytest.mark.parametrize(("limit", "written_at_once"), [(None, 3), (1 << 40, 0)])
-def test_with_a_limit_chunks_are_written_when_ram_drops_them(tmp_path, limit, written_at_once):
-    place = {"nvme_path": str(tmp_path), "nvme_bytes": 1 << 20, "nvme_write_limit": limit}
+def test_with_a_limit_chunks_are_written_when_ram_drops_them(
+    tmp_path, disks, limit, written_at_once
+):
+    place = section(tmp_path, disks, SLOT) | {"nvme_write_limit": limit}
     store = assembled(ram_bytes=8 * SLOT, **place)
     save(store, keys(1, 2, 3))
     assert store.lanes[0].close(60.0)
