@@ -1,7 +1,4 @@
-"""Parts of every benchmark's command: progress, and results as they come.
-
-Progress is a line for each round and each wait, so that a log shows at any time what is under
-way."""
+"""Parts of every benchmark's command: progress, and results as they come."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvtier.core.extras import require
+from kvtier.core.terminal import progress
 
 if TYPE_CHECKING:
     from kvtier.bench.requests.client import Outcome
-
-_QUIET_S = 30.0
 
 
 class Arm(Protocol):
@@ -105,17 +102,7 @@ def waiting(what: str) -> Iterator[None]:
     say(f"{what}: {time.monotonic() - begun:.0f} s")
 
 
-class Steps:
-    """A round of so many steps: a call is one. Its line comes at the end, and before that every
-    half minute."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
-        self._begun = self._said = time.monotonic()
-
-    def __call__(self) -> None:
-        self._done += 1
-        now = time.monotonic()
-        if self._done == self._total or now - self._said >= _QUIET_S:
-            self._said = now
-            say(f"{self._what} {self._done}/{self._total}, {now - self._begun:.0f} s")
+def stepping(what: str, total: int) -> Callable[[], None]:
+    """Progress of a round of so many steps. A call is one."""
+    show, done = progress(what, total), count(1)
+    return lambda: show(next(done))

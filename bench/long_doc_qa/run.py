@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.bench.command import (
-    Steps,
     each_arm,
     emptied,
     failures,
     measuring,
+    stepping,
     waiting,
     wrote,
 )
@@ -262,7 +262,7 @@ class Rounds:
         return Round(arm, outcomes, client.hits_between(before, after), self._mode)
 
     def _round(self, name: str, asks: Sequence[Ask]) -> list[client.Outcome]:
-        advance = Steps(f"{self._arm}: {name}", len(asks))
+        advance = stepping(f"{self._arm}: {name}", len(asks))
         return self._asker.run(asks, self._workload.max_inflight_requests, advance)
 
     def _must_succeed(self, outcomes: Sequence[client.Outcome]) -> Sequence[client.Outcome]:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.command import (
-    Steps,
     each_arm,
     emptied,
     failures,
     measuring,
+    stepping,
     waiting,
     wrote,
 )
@@ -122,7 +122,7 @@ def _check(args: argparse.Namespace) -> None:
 def _running(args: argparse.Namespace) -> Run:
     asker, words = client.connect(args.base_url, args.model, args.request_timeout)
     work = Conversations.of(args, words)
-    advance = Steps(RUNNING, work.sessions * work.turns)
+    advance = stepping(RUNNING, work.sessions * work.turns)
     return Run(RUNNING, Talk(asker, work, True, advance).run(), None)
 
 
@@ -145,7 +145,7 @@ def _measured(args: argparse.Namespace, arm: Arm, running: Fleet) -> Run:
     before, pause = running.hits(), None
     if args.kill_after_turn:
         pause = Pause(args.kill_after_turn, lambda: running.kill(_KILLED))
-    advance = Steps(arm.name, work.sessions * work.turns)
+    advance = stepping(arm.name, work.sessions * work.turns)
     turns = Talk(asker, work, arm.sticky, advance, pause).run()
     hits = client.hits_between(before, running.hits())
     killed = f"engine-{_KILLED + 1}" if pause else ""

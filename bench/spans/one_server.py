@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.bench.command import Steps, waiting
+from kvtier.bench.command import stepping, waiting
 from kvtier.bench.processes.engine import cache_args, cpu_env, engine, served_name, transfer
 from kvtier.bench.requests import client
 from kvtier.bench.requests.client import Ask, Client, Outcome
@@ -144,7 +144,7 @@ def _all_arms(args: argparse.Namespace, prompts: Prompts, asker: Client) -> Aske
     for arm in args.arms or ONE_SERVER:
         if arm.first is not None and not warm:
             asks = prompts.homes(args.chunk_tokens)
-            step = Steps("homes", len(asks))
+            step = stepping("homes", len(asks))
             warm = client.all_succeeded("homes", asker.run(asks, 1, step))
         runs.append(_arm(args, arm, prompts, asker, warm))
     cold = [run for run in runs if run.arm.name == FULL]
@@ -167,7 +167,7 @@ def _arm(
     args: argparse.Namespace, arm: Arm, prompts: Prompts, asker: Client, warm: Sequence[Outcome]
 ) -> Run:
     asks = prompts.asks(arm)
-    step = Steps(arm.name, len(asks))
+    step = stepping(arm.name, len(asks))
     hits, spans = client.hit_counters(asker.base_url), client.span_tokens(asker.base_url)
     found = asker.run(asks, args.max_inflight_requests, step)
     hits_after = client.hit_counters(asker.base_url)

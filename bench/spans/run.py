@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.command import (
-    Steps,
     each_arm,
     emptied,
     failures,
     measuring,
+    stepping,
     waiting,
     wrote,
 )
@@ -152,7 +152,7 @@ def _arm(args: argparse.Namespace, arm: Arm, full: dict[Order, Answers]) -> Run:
 def _rounds(
     args: argparse.Namespace, name: str, asker: Client, work: Retrieval, arm: Arm
 ) -> list[list[Outcome]]:
-    step = Steps(name, args.rounds * args.requests)
+    step = stepping(name, args.rounds * args.requests)
     inflight = args.max_inflight_requests
     rounds = [work.asks(number, arm.order, arm.first) for number in range(args.rounds)]
     return [asker.run(asks, inflight, step) for asks in rounds]
@@ -164,7 +164,7 @@ def _homes(args: argparse.Namespace, arm: Arm, asker: Client, work: Retrieval) -
     if arm.first is None:
         return []
     asks = [ask for number in range(args.rounds) for ask in work.homes(number, args.chunk_tokens)]
-    step = Steps(f"{arm.name}: homes", len(asks))
+    step = stepping(f"{arm.name}: homes", len(asks))
     return list(client.all_succeeded(f"arm {arm.name}", asker.run(asks, 1, step)))
 
 

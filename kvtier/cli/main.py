@@ -205,15 +205,14 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
     root.add_argument("--version", action="version", version=_VERSION)
     parsers: dict[str, argparse.ArgumentParser] = {"": root}
     branches: dict[str, Any] = {"": root.add_subparsers(metavar="COMMAND")}
-    for name, command in COMMANDS.items():
+    for name, (_, help_text) in COMMANDS.items():
         group, _, leaf = name.rpartition(" ")
         if group not in branches:
             inside = ", ".join(
                 each.split()[-1] for each in COMMANDS if each.startswith(f"{group} ")
             )
-            help_text = f"benchmarks: {inside}"
-            parsers[group] = branches[""].add_parser(group, help=help_text, description=help_text)
+            listed = f"benchmarks: {inside}"
+            parsers[group] = branches[""].add_parser(group, help=listed, description=listed)
             branches[group] = parsers[group].add_subparsers(metavar="COMMAND", required=True)
-        help_text = command.help
         parsers[name] = branches[group].add_parser(leaf, help=help_text, description=help_text)
     return parsers
