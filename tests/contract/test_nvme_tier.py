@@ -170,7 +170,8 @@ def test_a_chunk_that_is_longer_than_a_threads_buffer_comes_back_whole(tmp_path,
 # -- restart ---------------------------------------------------------------------------------------
 
 
-def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path):
+def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
     run, other = KEYS[:5], LAYOUT.keys([9] * 3)
     fill(tier, [*run[:3], *other, *run[3:]])
@@ -180,7 +181,10 @@ def test_without_close_writes_and_deletes_are_kept_leaf_first(tmp_path):
     assert tier.recovered() == [other[1], other[0], *reversed(run)]
     assert all(holds(tier, key) for key in (*run, *other[:2]))
     assert tier.recovered() == []
+    assert "7 chunks found after a stop without close, 0 records damaged" in caplog.text
     tier.close()
+    NvmeTier(tmp_path / "tier", room(20), SLOT).close()
+    assert "7 chunks found, 0 records damaged" in caplog.text
 
 
 def test_after_a_crash_new_writes_are_newer_than_old_ones(tmp_path):
@@ -193,18 +197,6 @@ def test_after_a_crash_new_writes_are_newer_than_old_ones(tmp_path):
     tier = NvmeTier(tmp_path / "tier", room(20), SLOT)
     assert tier.recovered() == [run[0] for run in runs]
     tier.close()
-
-
-def test_a_stop_without_close_is_told(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
-    fill(tier, KEYS[:2])
-    tier.close()
-    tier = NvmeTier(tmp_path / "tier", room(8), SLOT)
-    assert "2 chunks found, 0 records damaged" in caplog.text
-    del tier
-    NvmeTier(tmp_path / "tier", room(8), SLOT).close()
-    assert "2 chunks found after a stop without close, 0 records damaged" in caplog.text
 
 
 def test_close_puts_unnamed_chunks_before_the_named(tmp_path):

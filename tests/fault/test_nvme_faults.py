@@ -11,7 +11,6 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
-from kvtier.core.errors import TierError
 from kvtier.core.tenant import UNOWNED, owner_of
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.files import SlotFiles
@@ -265,25 +264,3 @@ def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place, monkeypatch)
     tier = NvmeTier(place, ROOM, SLOT)
     assert held(tier, [*KEYS, *new]) == set(range(SLOTS + 1)) - {4}
     tier.close()
-
-
-# -- a second owner --------------------------------------------------------------------------------
-
-HOLDER = """
-import sys
-from kvtier.tiers.nvme.tier import NvmeTier
-tier = NvmeTier(sys.argv[1], *map(int, sys.argv[2:]))
-print(flush=True)
-input()
-"""
-
-
-def test_another_processs_tier_is_refused_by_its_pid_until_it_dies(tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "tier"), str(ROOM), str(SLOT)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"\n"
-        with pytest.raises(TierError, match=f"in use by process {holder.pid}; stop it, or give"):
-            NvmeTier(tmp_path / "tier", ROOM, SLOT)
-        holder.kill()
-    NvmeTier(tmp_path / "tier", ROOM, SLOT).close()

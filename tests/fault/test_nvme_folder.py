@@ -273,12 +273,6 @@ def test_a_way_that_ends_leaves_no_descriptor_open(tmp_path):
     assert descriptors() == before
 
 
-def test_a_refusal_leaves_nothing_of_its_own_behind(tmp_path):
-    with pytest.raises(TierError, match="GiB free"):
-        NvmeTier(tmp_path / "deep" / "tier", 1 << 60, SLOT)
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- a folder that is lost while it is in use ----------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from tests.admin_server import (
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import kvtier
 from tests.redis_server import make_certificate
-from tests.server_process import LAYOUT, OTHER, SLOT, attached, run, save, short_folder
+from tests.server_process import LAYOUT, SLOT, attached, run, save, short_folder
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Exclusive
 from kvtier.eviction.order import LRU
-from kvtier.eviction.segments import Segments
+from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.server.registry import SizeClass
 from kvtier.started import Started
 from kvtier.store.lower.lower_tier import TierSpec
@@ -27,7 +27,8 @@ from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
 from tests.clock import Clock
 from tests.nvme_place import ON_SETS, opened, section
-from tests.stores import LAYOUT, SLOT, assembled, keys, over, save
+from tests.stores import LAYOUT, SLOT, assembled, keys, over, save, shown
+from tests.trust.clients import opened as of_setting
 
 DAY = 86_400
 
@@ -152,6 +153,24 @@ def test_an_owner_whose_quota_is_used_up_has_its_own_coldest_written_first():
     save(store, keys(5), owner=1)
     assert store.lookup(keys(1)).progress == Progress(0, 1)
     assert store.stats()["dict_spill_late"] == 0
+
+
+@ON_SETS
+def test_copies_of_what_ram_keeps_leave_the_disks_early_and_are_written_again(tmp_path, disks):
+    lane, tier = ManualLane(), opened(tmp_path, disks, SLOT)
+    place = TierSpec(tier, lane, on_evict=True)
+    store, early = of_setting(Pool(16, SLOT), [place], SETTINGS[-1], Clock()), set[ChunkKey]()
+    for turn in range(100):
+        run = keys(turn % 3 if turn % 2 else 100 + turn, *range(4))
+        with store.load(run) as lease:
+            lane.run()
+            ready = lease.poll().ready
+            assert shown(lease)[:ready] == run[:ready]
+        save(store, run, lane)
+        early.update(store.lower[0].chunks.order._all._alone)
+        store.check(idle=True)
+    assert any(tier.find([key]) for key in early)
+    assert store.close()
 
 
 @ON_SETS
