@@ -53,6 +53,7 @@ def make_plan(facts: Facts) -> Plan:
         for tier in TIERS.values():
             tier.plan(facts.tiers.get(tier.name), TierDraft(draft, load, tier.name))
         _show_worth(facts, load, ram_bytes, draft)
+        _show_hicache(load, ram_bytes, draft)
     else:
         for tier in planned():
             reason = (
@@ -477,6 +478,24 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
         draft.warnings.append(
             "the RAM tier is smaller than the engine's own KV cache: expect few hits from it alone"
         )
+
+
+def below_hicache(ranks: int, *, has_disk: bool) -> tuple[int | None, str]:
+    """RAM of a server that is the storage of SGLang's HiCache, and why. None: all that it gets."""
+    both, only = (
+        "SGLang's own RAM (L2) holds the same pages",
+        "--hicache-host-memory-mode buffer_only",
+    )
+    if not has_disk:
+        return None, f"{both}, and no NVMe is below it: give {only}, or nvme_path"
+    size = GIB * max(2, ranks)
+    return size, f"{size_text(size)} as a bounce for NVMe, because {both}; with {only}: ram_bytes"
+
+
+def _show_hicache(load: Load, ram_bytes: int, draft: Plan) -> None:
+    source = "nvme_path" if "nvme_path" in draft.values() else "ram_bytes"
+    size, why = below_hicache(load.ranks, has_disk=source == "nvme_path")
+    draft.show("sglang_ram_bytes", min(ram_bytes, size or ram_bytes), source, why)
 
 
 # ---- one memory for CPU and GPU ------------------------------------------------------------------

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in (*warnings, *away, "; ".join([*filter(None, said), told])):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)
     if arguments.print:
-        print(" ".join([*(f"{name}={quote(value)}" for name, value in more.items()), join(final)]))
+        print(*(f"{name}={quote(value)}" for name, value in more.items()), join(final))
         return 0
     if shares:
         env = dict(env) | {"KVTIER_SERVER": ranks.start(env)}
@@ -124,10 +124,7 @@ def become(final: list[str], env: Mapping[str, str], tier: str, listen: Sequence
         ranks.start_at([tier], env, temporary=True)
     if listen:
         print(f"kvtier: {ranks.start_here(listen, env)}", file=sys.stderr, flush=True)
-    try:
-        processes.become(final, env)
-    except OSError as error:
-        raise ConfigError(f"{final[0]} cannot be run: {error}") from error
+    processes.become(final, env)
 
 
 def tier_server(

@@ -5,24 +5,24 @@ the engine and ends with it."""
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join, quote
 
+from kvtier.autoconfig.model import usual
+from kvtier.autoconfig.plan import below_hicache
 from kvtier.cli import ranks
+from kvtier.cli.checks.configuration import planned
 from kvtier.cli.checks.installed import look
 from kvtier.cli.secondary import passed
-from kvtier.cli.vllm_command import given, interpreter, value
+from kvtier.cli.vllm_command import given, understood, value
 from kvtier.config.keys import Config
 from kvtier.core import processes
 from kvtier.core.errors import ConfigError
-from kvtier.core.terminal import size_text
-from kvtier.tiers.nvme.disks import probe_disks
 
 TESTED = "0.5.23"
+_SCRIPT, _MODULE = "sglang", "sglang.launch_server"
 _BACKEND, _EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 _PLUGIN = {
     "backend_name": "kvtier",
@@ -35,25 +35,19 @@ _NOT_WITH_US = {
     _BACKEND: f"an engine has one storage; remove it, and {_EXTRA} too",
     "--disaggregation-decode-enable-offload-kvcache": _OTHERS,
     "--enable-kv-cache-sharding": _OTHERS,
+    **dict.fromkeys(("--dcp-size", "--decode-context-parallel-size"), _OTHERS),
 }
-_BOUNCE_BYTES = 1 << 30
-"""RAM of a server for each rank whose host memory holds the same pages: two batches, and more."""
 
 
 def is_sglang(words: Sequence[str]) -> bool:
-    name, rest = Path(words[0]).name if words else "", list(words[1:3])
-    by_module = re.fullmatch(r"python[\d.]*", name) and rest == ["-m", "sglang.launch_server"]
-    return bool(by_module) or (name == "sglang" and rest[:1] == ["serve"])
+    return [*words[2:3]] == [_MODULE] or [Path(one).name for one in words[:1]] == [_SCRIPT]
 
 
 def refuse(words: Sequence[str]) -> None:
     """Raises ConfigError for flags with which SGLang's HiCache takes no storage of kvtier's."""
     for flag, why in _NOT_WITH_US.items():
-        if value(words, flag) is not None:
+        if (told := value(words, flag)) is not None and str(told) != "1":
             raise ConfigError(f"{flag}: {why}")
-    for flag in ("--dcp-size", "--decode-context-parallel-size"):
-        if str(value(words, flag) or 1) != "1":
-            raise ConfigError(f"{flag}: SGLang takes only files and Mooncake with it; remove it")
     page = str(value(words, "--page-size") or _PAGE_TOKENS)
     if page.isdecimal() and int(page) < _FEW_TOKENS:
         raise ConfigError(
@@ -65,10 +59,7 @@ def refuse(words: Sequence[str]) -> None:
 def verdict(words: Sequence[str], env: Mapping[str, str]) -> str:
     """A line about the SGLang that the command starts. Raises ConfigError for none, or for no
     kvtier beside it."""
-    python = words[0]
-    if Path(python).name == "sglang":
-        script = shutil.which(python, path=env.get("PATH"))
-        python = interpreter(script) if script else python
+    python = understood(words, env.get("PATH"), _SCRIPT, _MODULE).python
     found = look(python, env)
     if found.sglang is None or not found.kvtier:
         lacks = "kvtier (the wheel that make wheel builds)" if found.sglang else "SGLang"
@@ -77,48 +68,34 @@ def verdict(words: Sequence[str], env: Mapping[str, str]) -> str:
     return f"SGLang {found.sglang}{tested}"
 
 
-def with_storage(words: Sequence[str], config: Config, server: str) -> list[str]:
-    """The command to run. What it says itself stays."""
-    extra = json.dumps({**_PLUGIN, "server": server, **passed(config)})
-    page = [] if value(words, "--page-size") else ["--page-size", str(_PAGE_TOKENS)]
-    tree = [] if "--enable-hierarchical-cache" in words else ["--enable-hierarchical-cache"]
-    return [*words, *tree, *page, _BACKEND, "dynamic", _EXTRA, extra]
-
-
-def server_ram(words: Sequence[str], config: Config, *, has_disk: bool) -> tuple[int | None, str]:
+def server_ram(words: Sequence[str], config: Config) -> tuple[int | None, str]:
     """RAM of the server beside the engine, and why. None: as kvtier serve sizes it."""
     if "ram_bytes" in config.sources:
-        return None, f"with the RAM of {config.sources['ram_bytes']}"
+        return None, f"the RAM of {config.sources['ram_bytes']}"
     if value(words, "--hicache-host-memory-mode") == "buffer_only":
         return None, "its RAM is the cache, because SGLang's own (L2) is a buffer only"
-    if not has_disk:
-        return None, (
-            "its RAM holds what SGLang's own (L2) holds too, and no NVMe is below it: give "
-            "--hicache-host-memory-mode buffer_only, or nvme_path"
-        )
-    count = str(given(words, ("--tp-size", "--tensor-parallel-size", "--tp")) or 1)
-    size = _BOUNCE_BYTES * max(2, int(count) if count.isdecimal() else 1)
-    why = "of RAM, a bounce for its NVMe, because SGLang's own RAM (L2) holds the same pages"
-    return size, f"with {size_text(size)} {why}"
+    if config.engine.auto:
+        config, _ = planned(config, usual("a server is told no model"), server=True)
+    count = str(given(words, ("--tp-size", "--tensor-parallel-size", "--tp")))
+    return below_hicache(int(count) if count.isdecimal() else 1, has_disk=bool(config.nvme.path))
 
 
 def launch(words: Sequence[str], config: Config, more: Mapping[str, str], *, prints: bool) -> int:
     """Become the engine. Returns only where it ``prints`` the command."""
-    env, server = processes.environment(**more), config.server.address
+    env, server, sized = processes.environment(**more), config.server.address, dict[str, str]()
     refuse(words)
-    said, size = f"its HiCache has the server {server}", None
+    said = f"the server {server}"
     if server is None:
-        has_disk = bool(config.nvme.path or (config.engine.auto and probe_disks()))
-        size, why = server_ram(words, config, has_disk=has_disk)
-        said = f"its HiCache has a server that is started beside it; {why}"
-    print(f"kvtier: {verdict(words, env)}; {said}", file=sys.stderr, flush=True)
+        size, why = server_ram(words, config)
+        said = f"a server that is started beside it: {why}"
+        sized = {} if size is None else {"KVTIER_RAM_BYTES": f"{size}B"}
+    print(f"kvtier: {verdict(words, env)}; its HiCache has {said}", file=sys.stderr, flush=True)
+    if server is None:
+        server = "unix:///run/kvtier/kvtier.sock" if prints else ranks.start(env | sized)
+    extra = json.dumps({**_PLUGIN, "server": server, **passed(config)})
+    page = [] if value(words, "--page-size") else ["--page-size", str(_PAGE_TOKENS)]
+    final = [*words, "--enable-hierarchical-cache", *page, _BACKEND, "dynamic", _EXTRA, extra]
     if prints:
-        final = with_storage(words, config, server or "unix:///run/kvtier/kvtier.sock")
-        print(" ".join([*(f"{name}={quote(told)}" for name, told in more.items()), join(final)]))
+        print(*(f"{name}={quote(told)}" for name, told in more.items()), join(final))
         return 0
-    sized = {} if size is None else {"KVTIER_RAM_BYTES": f"{size}B"}
-    final = with_storage(words, config, server or ranks.start({**env, **sized}))
-    try:
-        processes.become(final, env)
-    except OSError as error:
-        raise ConfigError(f"{final[0]} cannot be run: {error}") from error
+    return processes.become(final, env)

@@ -35,23 +35,24 @@ class Command(NamedTuple):
     python: str
 
 
-def understood(words: Sequence[str], path: str | None = None) -> Command:
-    """The parts of the command. Raises ConfigError for one that does not start vLLM's server."""
+def understood(
+    words: Sequence[str], path: str | None = None, script: str = "vllm", module: str = API_SERVER
+) -> Command:
+    """The parts of the command. Raises ConfigError for one that does not start the server."""
     name = Path(words[0]).name if words else ""
-    if name == "vllm" and words[1:2] == ["serve"]:
+    if name == script and words[1:2] == ["serve"]:
         program = shutil.which(words[0], path=path)
         if program is None:
             raise ConfigError(
-                f"{words[0]}: no such program; install vLLM, or activate the environment "
-                "that has it"
+                f"{words[0]}: no such program; install it, or activate the environment that has it"
             )
         return Command([program, "serve"], list(words[2:]), interpreter(program))
-    if re.fullmatch(r"python[\d.]*", name) and list(words[1:3]) == ["-m", API_SERVER]:
+    if re.fullmatch(r"python[\d.]*", name) and list(words[1:3]) == ["-m", module]:
         return Command(list(words[:3]), list(words[3:]), words[0])
     given = " ".join(words) or "nothing"
     raise ConfigError(
-        f"the command {given!r} was given: expected vllm serve MODEL ..., or python -m "
-        f"{API_SERVER} ..."
+        f"the command {given!r} was given: expected {script} serve MODEL ..., or python "
+        f"-m {module} ..."
     )
 
 

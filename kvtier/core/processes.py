@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
+from kvtier.core.errors import ConfigError
+
 SAFE_PATH = "PYTHONSAFEPATH"
 _SEARCHED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 _FOLDERS = ("PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX")
@@ -67,8 +69,12 @@ def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subpro
 
 
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """As :func:`os.execvpe`, for a command of the operator's: its environment is as he has it."""
-    os.execvpe(command[0], list(command), env)  # noqa: S606 - no shell
+    """As :func:`os.execvpe`, for a command of the operator's: its environment is as he has it.
+    Raises ConfigError."""
+    try:
+        os.execvpe(command[0], list(command), env)  # noqa: S606 - no shell
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run: {error}") from error
 
 
 def isolated(env: Mapping[str, str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError
+from kvtier.core.lanes import Executor, future_of
 from kvtier.server.listening.strangers import LogLimit
 from kvtier.started import Started
 
@@ -97,6 +98,22 @@ def safely(counts: Counter[str], work: Callable[[], R], otherwise: R) -> R:
     except Exception:
         counts["failed_calls"] += 1
         logger.exception("a call failed, and the engine goes on without it")
+        return otherwise
+
+
+def within(
+    lane: Executor, counts: Counter[str], work: Callable[[], R], otherwise: R, wait_s: float
+) -> R:
+    """Result of ``work`` on the lane, or ``otherwise`` where it fails, has no room or is late."""
+    answer = future_of(lane, lambda: safely(counts, work, otherwise))
+    if answer is None:
+        return otherwise
+    try:
+        return answer.result(max(0.0, wait_s))
+    except TimeoutError:
+        logger.warning("no answer of the kvtier server within %.3g s: misses", wait_s)
+        counts["late_calls"] += 1
+        answer.cancel()
         return otherwise
 
 

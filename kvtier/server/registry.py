@@ -34,7 +34,7 @@ logger = logging.getLogger("kvtier.server")
 
 _MAX_OWNERS = 4096
 _APART_FINGERPRINTS = 64
-_MOST_SIZES, _ONE_TENANTS_SIZES = 8, 6
+_MOST_SIZES, _ONE_TENANTS_SIZES = 24, 16
 _IDLE_S = 600.0
 _CLOSE_S = 5.0
 _MAX_PARENTS = 65_536
@@ -143,7 +143,7 @@ class SizeClasses:
 
     Stores are opened and resized on a lane of their own, because recovery of a large NVMe tier
     takes seconds and no other client may wait for it. A size *rests* when it has been without
-    engines for ten minutes. Only where eight sizes are too few, or RAM cannot hold the least parts,
+    engines for ten minutes. Only where 24 sizes are too few, or RAM cannot hold the least parts,
     the one that rests longest is closed, and its chunks on disks go with it.
 
     All methods are for the server's loop, except where they say otherwise.

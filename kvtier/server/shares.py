@@ -114,8 +114,8 @@ class ScanLimiter:
         return found
 
 
-_LEAST_PARTS = 80
-"""Seven sizes that only keep their least part leave nine tenths to the eighth."""
+_LEAST_PARTS = 240
+"""23 sizes that only keep their least part leave nine tenths to the 24th."""
 _TURN_PARTS, _TURN_BYTES = 8, 8 << 30
 _HOTTER_FACTOR, _HOTTER_TURNS = 1.25, 2
 """In turns: the giver's coldest chunk must be unused for this much longer than the taker's."""

@@ -128,11 +128,11 @@ def other_sizes(stage):
     server, port = open_port(stage, ram_bytes=8 << 20, nvme_bytes=8 << 20)
     stage.visit(server)
     spilled(server, "nvme", CHUNKS)
-    sizes = [SLOT + 4096 * number for number in range(1, 12)]
+    sizes = [SLOT + 4096 * number for number in range(1, 28)]
     got = len(clients.greetings(clients.far(port), sizes))
-    stage.must(got == 6, f"one client brings {got} sizes")
+    stage.must(got == 16, f"one client brings {got} sizes")
     got = len(clients.greetings(server.access(), sizes))
-    stage.must(got == 7, f"another one gets {got} sizes, not one more: eight")
+    stage.must(got == 23, f"another one gets {got} sizes, not one more: 24")
     server.stop()
     server.start()
     clients.greetings(clients.far(port), sizes)
@@ -306,7 +306,7 @@ ATTACKS = (
     Attack("lookups", "a router", "3 lookups of 262,144 tokens", long_lookups, Bound(grown_mib=64)),
     Attack("questions", CLIENT, "questions about 2,000 chunks without end", questions_without_end),
     Attack("streams", CLIENT, "300 chunks of which one byte comes", streams_that_stop),
-    Attack("sizes", CLIENT, "greetings with 11 other chunk sizes", other_sizes),
+    Attack("sizes", CLIENT, "greetings with 27 other chunk sizes", other_sizes),
     Attack("crowd", REACHES, "600 sockets without a word, again and again", ELSEWHERE),
     Attack("neighbours", REACHES, "the same from an engine's own address", HERE),
     Attack("workers", CLIENT, "300 workers that join with one ticket", workers_without_end),

@@ -79,6 +79,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.runtime_context import get_context  # noqa: E402
+from sglang.srt.runtime_context import publish as publish_context  # noqa: E402
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 28
 PAGE, LAYERS, HEADS, DIM = 64, 2, 4, 16
@@ -258,3 +259,31 @@ def prefetch(one, tokens, pools=None):
 
 def sidecar(name):
     return PoolTransfer(name, indices_from_pool=PoolName.KV)
+
+
+# ---- what launch_server starts -------------------------------------------------------------------
+
+TWO_MIB = {"layers": 8, "heads": 8, "dim": 128}
+
+
+def launch_server(arguments: Any) -> None:
+    """In the place of SGLang's HTTP server and scheduler, with its own arguments, context and
+    controller: 1,000 pages into the storage, and some back. Prints what became of them."""
+    publish_context(arguments, role="scheduler")
+    parse = hybrids.HybridCacheController.parse_storage_backend_extra_config
+    extra = parse(arguments.hicache_storage_backend_extra_config)[0]
+    pool = mha(arguments.hicache_mem_layout, 250, page=arguments.page_size, **TWO_MIB)
+    scramble(pool)
+    one = controller(pool, arguments.hicache_storage_backend, extra)
+    prompts = [[begin, *range(125 * PAGE - 1)] for begin in range(1000, 1008)]
+    begin = pool.alloc(125 * PAGE)
+    stored = sum(backup(one, tokens, begin) for tokens in prompts)
+    _, read, indices = prefetch(one, prompts[-1])
+    server = one.storage_backend._pools["kv"].server._client
+    while server.stats()["queued"]:
+        server.wait(0.1)
+    size = server.pool.slots * server.pool.slot_bytes
+    told = {"stored": stored, "read": read, "equal": equal(pool, begin, pool, indices)}
+    told |= {"ram_bytes": size, "nvme": server.stats()["nvme_held"], "server": extra["server"]}
+    one.detach_storage_backend()
+    sys.stdout.write(f"{json.dumps(told)}\n")

@@ -3,17 +3,16 @@ process, because SGLang's import takes ten seconds."""
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
+import socket
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.child_process import wait_for
-from tests.command import bare
+from tests.command import ROOT, bare, ran
 
-ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-peers" / "sglang-0.5.23" / "bin" / "python"
 
 pytestmark = [
@@ -39,18 +38,52 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("which", "cases"),
-    [("not extended", 40), pytest.param("extended", 2, marks=pytest.mark.extended)],
+    [("not extended", 39), pytest.param("extended", 2, marks=pytest.mark.extended)],
 )
 def test_every_case_holds_under_sglangs_own_controllers(models, which, cases):
     words = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-m", which]
-    done = subprocess.run(
-        [str(PYTHON), *words, "tests/integration/sglang_cases.py"], cwd=ROOT,
-        env=bare(SGLANG_CASES_MODELS=models), capture_output=True, text=True, timeout=900,
-        check=False,
-    )  # fmt: skip
+    words += ["tests/integration/sglang_cases.py"]
+    done = ran([str(PYTHON), *words], bare(SGLANG_CASES_MODELS=models))
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0 and passed, done.stdout[-9000:] + done.stderr[-3000:]
     assert int(passed[1]) >= cases
+
+
+STAND_IN = """
+import sys, types
+if sys.orig_argv[1:3] == ["-m", "sglang.launch_server"]:
+    from tests.integration import sglang_cpu
+    sys.modules["sglang.srt.entrypoints.http_server"] = sglang_cpu
+"""
+PAGE = ROOT / "kvtier/extensions/sglang/README.md"
+
+
+@pytest.mark.extended
+def test_the_pages_own_command_starts_a_bounce_beside_the_engine(tmp_path):
+    """SGLang's own program reads the command that launch made, up to where a GPU is needed."""
+    line = "kvtier launch -- python -m sglang.launch_server --model-path MODEL"
+    assert f"KVTIER_AUTO=true {line}\n" in PAGE.read_text()
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 1024)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 8)
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes})
+    )
+    (model / "model.safetensors").touch()
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+    words = line.replace("MODEL", str(model)).replace("python", str(PYTHON)).split()
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "KVTIER_AUTO": "true"}
+    env |= {"KVTIER_NVME_PATH": tmp_path / "nvme", "KVTIER_NVME_BYTES": "4GiB"}
+    done = ran([str(PYTHON), "-m", *words, "--device", "cpu"], bare(**env))
+    told = json.loads(done.stdout.strip().split("\n")[-1])
+    assert "2 GiB as a bounce for NVMe" in done.stderr
+    assert 0.9 * (2 << 30) < told["ram_bytes"] <= 2 << 30
+    assert (told["stored"], told["read"], told["equal"]) == (1000, 125, True)
+    assert told["nvme"] >= 990
+    # SGLang kills the children of its process; who wrote to our standard error has ended by now.
+    with socket.socket(socket.AF_UNIX) as left:
+        assert left.connect_ex(told["server"].removeprefix("unix://"))
 
 
 def test_all_arguments_that_do_not_decide_are_sglangs():
@@ -60,8 +93,5 @@ def test_all_arguments_that_do_not_decide_are_sglangs():
         "from kvtier.extensions.sglang.engine_identity import DOES_NOT\n"
         "print(sorted(set(DOES_NOT) - set(ServerArgs.__struct_fields__)))"
     )
-    done = subprocess.run(
-        [str(PYTHON), "-W", "ignore", "-c", code], cwd=ROOT, env=bare(), capture_output=True,
-        text=True, timeout=300, check=True,
-    )  # fmt: skip
+    done = ran([str(PYTHON), "-W", "ignore", "-c", code])
     assert done.stdout.split("\n")[-2] == "[]", done.stdout

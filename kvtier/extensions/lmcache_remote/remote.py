@@ -22,8 +22,8 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lanes import Executor, Lane, future_of
-from kvtier.extensions.cache_server import CacheServer, safely
+from kvtier.core.lanes import Executor, Lane
+from kvtier.extensions.cache_server import CacheServer, safely, within
 from kvtier.extensions.lmcache_remote import packing
 from kvtier.extensions.lmcache_remote.packing import Head
 
@@ -59,7 +59,7 @@ class KVTierRemote(RemoteConnector):
         self._fingerprint = fingerprint
         self._timeout_s = timeout_s
         # A lookup never queues behind copies.
-        self._finds = Lane("lmcache-find", 1, urgent_bound=_FINDS_QUEUED, bound=1)
+        self._finds = Lane("lmcache-find", 1, urgent_bound=0, bound=_FINDS_QUEUED)
         self._moves = Lane(
             "lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED
         )
@@ -80,19 +80,15 @@ class KVTierRemote(RemoteConnector):
 
     def batched_contains(self, keys: Sequence[Any]) -> int:
         """Number of leading chunks that are held. 0 when the server does not answer in time."""
-        answer = future_of(self._finds, lambda: self._find(keys), urgent=True)
-        try:
-            return answer.result(_FIND_S) if answer is not None else 0
-        except TimeoutError:
-            return 0
+        return within(self._finds, self.counts, lambda: self._find(keys), 0, _FIND_S)
 
     async def batched_async_contains(
         self, lookup_id: str, keys: Sequence[Any], pin: bool = False
     ) -> int:
-        return await self._on(self._finds, lambda: self._find(keys), 0, urgent=True)
+        return await self._on(self._finds, lambda: self._find(keys), 0)
 
     def _find(self, keys: Sequence[Any]) -> int:
-        return self._safely(lambda: self._cache_server.find(self._named(keys)), 0)
+        return self._cache_server.find(self._named(keys))
 
     # ---- get -------------------------------------------------------------------------------------
 

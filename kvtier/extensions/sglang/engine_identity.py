@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
 from typing import Any
 
@@ -79,37 +78,36 @@ files' content is named."""
 def identity(arguments: Mapping[str, Any], changed: str = "") -> dict[str, Any]:
     """The identity, as JSON. Blocks for two minutes at most, while files are read for the first
     time. ``arguments``: SGLang's. ``changed``: why the weights are not those of the files."""
-    walk, whys = Walk(), [changed] if changed else []
+    walk, whys, files = Walk(), [changed] if changed else [], dict[str, str]()
     told = {name: value for name, value in arguments.items() if name not in DOES_NOT}
     found: dict[str, Any] = {
         "arguments": {name: walk.plain(value, f"--{name}") for name, value in told.items()},
         "software": versions(_PACKAGES),
         "device": hardware("cuda" if torch.cuda.is_available() else "cpu"),
         "environment": variables(_VARIABLES, _VARIABLES_DO_NOT),
-        "files": _digests(arguments, whys),
+        "files": files,
     }
+    try:
+        files.update(_digests(arguments))
+    except (DigestError, OSError) as error:
+        whys.append(str(error) or "the files were not read in time")
     whys += walk.unnamed
     return found | {"start": start_word(whys[0])} if whys else found
 
 
-def _digests(arguments: Mapping[str, Any], whys: list[str]) -> dict[str, str]:
-    """Digests of what the arguments name. ``whys`` gets why one is unknown."""
-    found = dict[str, str]()
+def _digests(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Of what the arguments name. Raises DigestError or OSError where one is unknown."""
     load_format = str(getattr(arguments.get("load_format"), "value", arguments.get("load_format")))
     if load_format not in FROM_FOLDER:
-        whys.append(f"weights of --load-format {load_format} are in no file that kvtier can read")
-        return found
+        raise DigestError(
+            f"weights of --load-format {load_format} are in no file that kvtier can read"
+        )
     for name, path, revision in _named(arguments):
-        try:
-            found[name] = _digest(path, revision, is_model=name == "model_path")
-        except (DigestError, OSError, LateError) as error:
-            whys.append(str(error) or f"{path} was not read in time")
-    if arguments.get("trust_remote_code") and not whys:
-        place = local(str(arguments["model_path"]), arguments.get("revision"))
-        assert place is not None
+        yield name, _digest(path, revision, is_model=name == "model_path")
+    if arguments.get("trust_remote_code"):
+        place = local(str(arguments["model_path"]), arguments.get("revision")) or Path()
         if re.search(r'"[\w./-]+--', (place / "config.json").read_text("utf-8")):
-            whys.append("the model's code is that of another repository")
-    return found
+            raise DigestError("the model's code is that of another repository")
 
 
 def _named(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:

@@ -12,23 +12,27 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as LateError
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 from sglang.srt.runtime_context import get_context
 
-from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Lane, future_of
-from kvtier.extensions.cache_server import CacheServer, connect, safely, settings, tenant
+from kvtier.extensions.cache_server import CacheServer, connect, safely, settings, tenant, within
 from kvtier.extensions.sglang.engine_identity import identity
-from kvtier.extensions.sglang.moves import Piece, Transfer
-from kvtier.extensions.sglang.pages import Form, PoolPages, head_groups, legal_ends
+from kvtier.extensions.sglang.moves import Transfer
+from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
 from kvtier.server.listening.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.sglang")
@@ -38,43 +42,40 @@ _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "alloca
 _SCHEDULER_S, _FIND_S, _BATCH_S, _ATTACH_S, _CLOSE_S = 0.1, 1.0, 5.0, 10.0, 2.0
 _SPARE_S, _POLL_S = 0.5, 0.02
 """A batch stops waiting for the server ``_SPARE_S`` before its end."""
-_FEW_TOKENS, _QUEUED_CALLS, _COUNTED_BATCHES = 16, 64, 4096
-_THREADS = {"find": 2, "load": 1, "save": 1, "open": 2}
-"""A lane each: a lookup never queues behind copies, nor a load behind saves."""
+_FEW_TOKENS, _QUEUED_CALLS = 16, 64
+_LANES, _THREADS = ("find", "load", "save", "open"), 2
+"""A lookup never queues behind copies, nor a load behind saves."""
 
 
 class StoredPool:
     """A host pool of SGLang with its chunks at the server. Without ``server`` all is a miss. A pool
-    without bytes, on which only other pools' pages hang, has no ``pages.sizes``."""
+    without bytes, on which only other pools' pages hang, has no ``pages.sizes``.
 
-    def __init__(self, pool: Any, pages: PoolPages) -> None:
-        self.pool, self.pages, self.own = pool, pages, b""
-        self.opening: Future[CacheServer | None] | None = None
+    Raises ConfigError where a page cannot be divided as ``tp_lcm_size`` asks, and what SGLang
+    raises for a pool whose pages have no addresses in its layout."""
 
-    @property
-    def server(self) -> CacheServer | None:
-        """None before it has made room for the pool, and where it refuses."""
-        opening = self.opening
-        return opening.result() if opening is not None and opening.done() else None
+    def __init__(self, pool: Any, name: str, ranks: Any) -> None:
+        self.pool = pool
+        self.server: CacheServer | None = None
+        self.opening: Future[None] | None = None
+        tokens, layout = getattr(pool, "page_size", 1) or 1, str(getattr(pool, "layout", ""))
+        groups = head_groups(ranks, layout, name, getattr(pool, "head_num", 0))
+        dtype, self._groups = str(getattr(pool, "dtype", "")), len(groups)
+        _, sizes = self._addresses(torch.zeros(tokens, dtype=torch.int64)) or ((), ())
+        sizes = tuple(sizes[: len(sizes) // max(1, self._groups)])
+        self.pages = PoolPages(name, layout, dtype, tokens, sizes, groups)
 
-    def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
-        return self.pages.keys(self.own, hashes)
-
-    def pieces(self, indices: Any, flat: Sequence[Any]) -> list[list[Piece]]:
+    def pieces(self, indices: Any) -> list[list[tuple[int, int]]]:
         """Of the chunks of the pages that begin at every ``page_tokens``-th index."""
-        if self.pages.form == "flat":
-            return [[(page.data_ptr(), page.nbytes)] for page in flat]
-        split = self.pages.groups if self.pages.form == "heads" else 0
-        pieces = list(zip(*_pieces(self.pool, indices, split), strict=True))
+        pieces = list(zip(*self._addresses(indices), strict=True))
         count = len(self.pages.sizes)
         return [pieces[at : at + count] for at in range(0, len(pieces), count)]
 
-    def flat(self, indices: Any, *, saves: bool) -> list[Any]:
-        """Tensors of the pages, where they have no pieces in the pool to point at."""
-        firsts = indices[:: self.pages.page_tokens].tolist() if self.pages.form == "flat" else ()
-        if saves:
-            return [self.pool.get_data_page(one, flat=True).contiguous() for one in firsts]
-        return [self.pool.get_dummy_flat_data_page() for _ in firsts]
+    def _addresses(self, indices: Any) -> Any:
+        """And sizes, page by page, of each its head groups one after another."""
+        if self._groups:
+            return self.pool.get_split_heads_page_buffer_meta(indices, self._groups)
+        return self.pool.get_page_buffer_meta(indices)
 
 
 class HiCachePages(HiCacheStorage):
@@ -88,9 +89,10 @@ class HiCachePages(HiCacheStorage):
         self._ranks, self._scheduler = storage_config, threading.get_ident()
         self._pools: dict[str, StoredPool] = {}
         self._stats = _metrics() if storage_config.enable_storage_metrics else None
+        self._counts, self._told = Counter[str](), Counter[str]()
         self._lanes = {
-            name: Lane(f"sglang-{name}", threads, urgent_bound=0, bound=_QUEUED_CALLS)
-            for name, threads in _THREADS.items()
+            name: Lane(f"sglang-{name}", _THREADS, urgent_bound=0, bound=_QUEUED_CALLS)
+            for name in _LANES
         }
         self._updates = _updates()
         changed = "weights were replaced in the running engine" if self._updates else ""
@@ -100,51 +102,50 @@ class HiCachePages(HiCacheStorage):
     # ---- pools -----------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        self.mem_pool_host = mem_pool_host
-        self._register(mem_pool_host, "kv")
+        self.register_mem_host_pool_v2(mem_pool_host, "kv")
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._register(host_pool, str(host_pool_name))
-
-    def _register(self, pool: Any, name: str) -> None:
-        """Raises ConfigError where a page cannot be divided as ``tp_lcm_size`` asks."""
+        name = str(host_pool_name)
         if name in self._pools:
             return
-        pages = _pages_of(pool, name, self._ranks)
-        stored = self._pools[name] = StoredPool(pool, pages)
-        if not pages.sizes:
+        try:
+            stored = self._pools[name] = StoredPool(host_pool, name, self._ranks)
+        except ConfigError:
+            raise
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            logger.warning("pool %s is not kept, its pages have no address: %s", name, error)
             return
-        if name == "kv" and pages.page_tokens < _FEW_TOKENS:
+        if not stored.pages.sizes:
+            return
+        if name == "kv" and stored.pages.page_tokens < _FEW_TOKENS:
             logger.warning(
-                "--page-size %d: a page is a chunk, and small ones are slow; give --page-size 64",
-                pages.page_tokens,
+                "--page-size %d: such chunks are slow; give 64", stored.pages.page_tokens
             )
-        opens = partial(safely, Counter[str](), partial(self._open, stored, pages), None)
+        opens = partial(safely, self._counts, partial(self._open, stored), None)
         stored.opening = future_of(self._lanes["open"], opens)
 
-    def _open(self, stored: StoredPool, pages: PoolPages) -> CacheServer | None:
+    def _open(self, stored: StoredPool) -> None:
         """On a lane: the server makes room for the pool's size of chunks."""
         assert self._engine is not None
+        engine = self._engine.result() | tenant(self._config)
         kinds = [kind.__name__ for kind in type(stored.pool).__mro__]
-        layout = pages.chunks(self._engine.result() | tenant(self._config), self._ranks, kinds)
-        stored.own = layout.fingerprint
+        layout = stored.pages.chunks(engine, self._ranks, kinds)
         try:
             server, until = connect(self._config, layout), time.monotonic() + _ATTACH_S
         except ConfigError as error:
-            logger.warning("pool %s is not kept: %s", pages.pool, error)
-            return None
+            logger.warning("pool %s is not kept: %s", stored.pages.pool, error)
+            return
         while not server.is_ready and time.monotonic() < until:
             time.sleep(_POLL_S)
-        return server
+        stored.pages = replace(stored.pages, own=layout.fingerprint)
+        stored.server = server
 
     def on_host_pools_registered(self) -> None:
         """Wait for the server, ten seconds at most: until all pools have their room, no prefix can
         be found."""
-        opening = {one.opening: name for name, one in self._pools.items() if one.opening}
+        opening = [one.opening for one in self._pools.values() if one.opening]
         if late := wait(opening, _ATTACH_S).not_done:
-            names = ", ".join(opening[one] for one in late)
-            logger.warning("%s: misses until the kvtier server is ready", names)
+            logger.warning("%d pools: misses until the kvtier server is ready", len(late))
 
     def _stored(self, name: str) -> StoredPool | None:
         """The pool, once its server is there. None also after weights were replaced: pages of
@@ -162,9 +163,6 @@ class HiCachePages(HiCacheStorage):
 
     # ---- lookups ---------------------------------------------------------------------------------
 
-    def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
-
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         return int(self.batch_exists_v2(keys).kv_hit_pages)
 
@@ -173,8 +171,9 @@ class HiCachePages(HiCacheStorage):
     ) -> Any:
         within_s = _SCHEDULER_S if threading.get_ident() == self._scheduler else _FIND_S
         find = partial(self._found_by_all, keys, pool_transfers or [])
-        found = self._bounded("find", find, PoolTransferResult.empty(), within_s)
-        self._count(hit=found.kv_hit_pages, miss=len(keys) - found.kv_hit_pages)
+        nothing = PoolTransferResult.empty()
+        found = within(self._lanes["find"], self._counts, find, nothing, within_s)
+        self._counts.update(hit=found.kv_hit_pages, miss=len(keys) - found.kv_hit_pages)
         return found
 
     def _found_by_all(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
@@ -184,7 +183,7 @@ class HiCachePages(HiCacheStorage):
             return PoolTransferResult.empty()
         count = len(keys)
         if stored.server is not None:
-            count = stored.server.find(stored.keys(keys)) // stored.pages.groups
+            count = stored.server.find(stored.pages.keys(keys)) // stored.pages.count
         hits, ends = ({PoolName.KV: count} if count else {}), set(range(1, count + 1))
         for one in transfers:
             if not ends:
@@ -201,7 +200,7 @@ class HiCachePages(HiCacheStorage):
             return set()
         # From the end where only the end counts: over TCP only so many gaps are looked behind.
         step = 1 if policy == "all_pages" else -1
-        held = stored.pages.whole(stored.server.known(stored.keys(keys[::step])))[::step]
+        held = stored.pages.whole(stored.server.known(stored.pages.keys(keys[::step])))[::step]
         ends = legal_ends(policy, held, len(transfer.keys or ()))
         if ends is None:
             logger.warning("hit policy %s of pool %s is unknown: no hits", policy, transfer.name)
@@ -210,10 +209,12 @@ class HiCachePages(HiCacheStorage):
     # ---- moves -----------------------------------------------------------------------------------
 
     def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._move("kv", keys, host_indices, time.monotonic() + _BATCH_S, saves=False)
+        one = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self._move_each([one], saves=False)[PoolName.KV]
 
     def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._move("kv", keys, host_indices, time.monotonic() + _BATCH_S, saves=True)
+        one = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self._move_each([one], saves=True)[PoolName.KV]
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._move_each(transfers, saves=False)
@@ -223,72 +224,45 @@ class HiCachePages(HiCacheStorage):
 
     def _move_each(self, transfers: Sequence[Any], *, saves: bool) -> dict[str, list[bool]]:
         """All of a call's pools within one bound."""
-        until, each = time.monotonic() + _BATCH_S, partial(self._move, saves=saves)
-        return {one.name: each(one.name, one.keys or [], one.host_indices, until)
-                for one in transfers}  # fmt: skip
+        until = time.monotonic() + _BATCH_S
+        return {one.name: self._move(one, until, saves=saves) for one in transfers}
 
-    def _move(
-        self, name: str, hashes: list[str], indices: Any, until: float, *, saves: bool
-    ) -> list[bool]:
+    def _move(self, of: Any, until: float, *, saves: bool) -> list[bool]:
         """Of each page, whether it is held (``saves``), or was read."""
-        stored, begun = self._stored(name), time.monotonic()
+        stored, begun = self._stored(of.name), time.monotonic()
+        hashes, indices = of.keys or [], of.host_indices
         if stored is None or stored.server is None or not hashes:
             return [stored is not None] * len(hashes)
         if indices is None or len(indices) != len(hashes) * stored.pages.page_tokens:
-            logger.warning("pool %s: %d pages, but not their indices", name, len(hashes))
+            logger.warning("pool %s: %d pages, but not their indices", of.name, len(hashes))
             return [False] * len(hashes)
-        server, keys, pool = stored.server, stored.keys(hashes), stored
-        transfer, flat = Transfer(len(keys)), stored.flat(indices, saves=saves)
+        server, keys, pool = stored.server, stored.pages.keys(hashes), stored
+        transfer, lane = Transfer(len(keys)), self._lanes["save" if saves else "load"]
 
         def move() -> list[bool]:
-            transfer.pieces = pool.pieces(indices, flat)
+            transfer.pieces = pool.pieces(indices)
             if saves:
                 return server.save(keys, transfer.fill, until - _SPARE_S)
             server.load(keys, transfer.take, until - _SPARE_S)
             return transfer.taken
 
-        lane, nothing = "save" if saves else "load", [False] * len(keys)
-        held = self._bounded(lane, move, nothing, until - begun)
+        held = within(lane, self._counts, move, [False] * len(keys), until - begun)
         transfer.end()
-        for place, page in enumerate(() if saves else flat):
-            if transfer.taken[place]:
-                pool.pool.set_from_flat_data_page(indices[place * pool.pages.page_tokens], page)
         pages = stored.pages.whole(held if saves else transfer.taken)
         moved, outcome = sum(pages), "stored" if saves else "loaded"
-        self._count(**{outcome: moved, f"not_{outcome}": len(pages) - moved})
-        if name == "kv" and moved and self._stats is not None:
-            kind, seconds = "backup" if saves else "prefetch", time.monotonic() - begun
-            size = moved * sum(stored.pages.sizes) * stored.pages.groups
-            for field, value in (("pgs", moved), ("bandwidth", size / 1e9 / max(seconds, 1e-9))):
-                told = getattr(self._stats, f"{kind}_{field}")
-                told[:] = [*told, value][-_COUNTED_BATCHES:]
+        self._counts.update({outcome: moved, f"not_{outcome}": len(pages) - moved})
+        if of.name == "kv" and moved and self._stats is not None:
+            kind, size = "backup" if saves else "prefetch", sum(pool.pages.sizes) * pool.pages.count
+            getattr(self._stats, f"{kind}_pgs").append(moved)
+            pace = moved * size / 1e9 / (time.monotonic() - begun)
+            getattr(self._stats, f"{kind}_bandwidth").append(pace)
         return pages
 
-    def _bounded(self, lane: str, work: Callable[[], Any], otherwise: Any, within_s: float) -> Any:
-        """Result of ``work`` on the lane, or ``otherwise`` where it fails or takes longer."""
-        failed: Counter[str] = Counter()
-        answer = future_of(self._lanes[lane], lambda: safely(failed, work, otherwise))
-        if answer is None:
-            return otherwise
-        try:
-            return answer.result(max(0.0, within_s))
-        except LateError:
-            logger.warning("no answer of the kvtier server within %.3g s: misses", within_s)
-            failed["late_calls"] += 1
-            answer.cancel()
-            return otherwise
-        finally:
-            self._count(**failed)
+    def _by_tensors(self, *_: Any, **__: Any) -> None:
+        """Nothing. SGLang calls batch_get and batch_set in _generic_page_get and _generic_page_set
+        (managers/cache_controller.py) alone, which interface_v1 replaces, and the others never."""
 
-    # ---- SGLang's older calls, which it does not make where interface_v1 is on -------------------
-
-    def batch_get(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def batch_set(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    get, set = batch_get, batch_set
+    get = set = exists = batch_get = batch_set = _by_tensors
 
     # ---- the rest --------------------------------------------------------------------------------
 
@@ -296,25 +270,29 @@ class HiCachePages(HiCacheStorage):
         """Forget this engine's pages at the server, those that other engines share with it too."""
         for stored in self._pools.values():
             if stored.server is not None:
-                self._bounded("find", stored.server.clear, None, _FIND_S)
+                within(self._lanes["find"], self._counts, stored.server.clear, None, _FIND_S)
 
     def get_stats(self) -> Any:
         """Batches since the last call, for SGLang's metrics. None: they are off."""
-        told = self._stats
-        if told is not None:
-            self._stats = _metrics()
-        return told
-
-    def _count(self, **pages: int) -> None:
-        for outcome, count in pages.items() if self._stats is not None else ():
+        if self._stats is None:
+            return None
+        counts = self._counts.copy()
+        for outcome, count in (counts - self._told).items():
             _metric().labels(outcome).inc(count)
+        told, self._stats, self._told = self._stats, _metrics(), counts
+        return told
 
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.close(_CLOSE_S)
         for stored in self._pools.values():
             if stored.opening is not None:
-                stored.opening.add_done_callback(_close)
+                stored.opening.add_done_callback(partial(_close, stored))
+
+
+def _close(stored: StoredPool, _: object) -> None:
+    if stored.server is not None:
+        stored.server.close()
 
 
 def _metrics() -> Any:
@@ -330,33 +308,7 @@ def _metric() -> Any:
     return Counted("kvtier_sglang_pages", "Pages by what became of them", ["outcome"])
 
 
-def _close(opened: Future[CacheServer | None]) -> None:
-    if server := opened.result():
-        server.close()
-
-
 def _updates() -> int:
     """How often weights, or their version, were replaced since the engine started."""
     log = get_context().overrides_log()
     return sum("weight_version" in fields or "model_path" in fields for _, fields in log)
-
-
-def _pages_of(pool: Any, name: str, ranks: Any) -> PoolPages:
-    """Raises ConfigError where heads cannot be divided."""
-    tokens, layout = getattr(pool, "page_size", 1) or 1, str(getattr(pool, "layout", ""))
-    common = name, layout, str(getattr(pool, "dtype", "")), tokens
-    groups, first = head_groups(ranks, layout, name, getattr(pool, "head_num", 0))
-    try:
-        found = _pieces(pool, torch.zeros(tokens, dtype=torch.int64), groups)
-    except (AssertionError, NotImplementedError, ValueError):  # not in this layout
-        return PoolPages(*common, "flat", (pool.get_dummy_flat_data_page().nbytes,))
-    sizes, count = tuple(found[1]) if found else (), max(1, groups)
-    form: Form = "heads" if groups else "pieces"
-    return PoolPages(*common, form, sizes[: len(sizes) // count], count, first)
-
-
-def _pieces(pool: Any, indices: Any, groups: int) -> Any:
-    """Addresses and sizes, page by page, of each its ``groups`` of heads one after another."""
-    if groups:
-        return pool.get_split_heads_page_buffer_meta(indices, groups)
-    return pool.get_page_buffer_meta(indices)

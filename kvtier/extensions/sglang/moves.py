@@ -11,45 +11,37 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
-Piece = tuple[int, int]
-"""Address and bytes."""
-
 
 class Transfer:
-    """Copies of one call, made without the GIL. ``pieces``: of each chunk, in host memory.
-    ``taken``: which chunks have been read."""
+    """Copies of one call, made without the GIL. ``pieces``: of each chunk, addresses and bytes in
+    host memory. ``taken``: which chunks have been read."""
 
     def __init__(self, chunks: int) -> None:
-        self.pieces: Sequence[Sequence[Piece]] = ()
+        self.pieces: Sequence[Sequence[tuple[int, int]]] = ()
         self.taken = [False] * chunks
         self._lock, self._over = threading.Lock(), False
 
     def fill(self, place: int, slot: memoryview) -> bool:
-        """Zeros behind the pieces: the slot may have held another prompt."""
-        with self._lock:
-            at = _address(slot)
-            end = at + len(slot)
-            for address, size in () if self._over else self.pieces[place]:
-                ctypes.memmove(at, address, size)
-                at += size
-            if not self._over:
-                ctypes.memset(at, 0, end - at)
-            return not self._over
+        return self._copy(place, slot, fills=True)
 
     def take(self, place: int, slot: memoryview) -> bool:
+        self.taken[place] = self._copy(place, slot, fills=False)
+        return self.taken[place]
+
+    def _copy(self, place: int, slot: memoryview, *, fills: bool) -> bool:
+        """With zeros behind the pieces in a slot, which may have held another prompt."""
+        first = at = ctypes.addressof(ctypes.c_char.from_buffer(slot))
         with self._lock:
-            at = _address(slot)
-            for address, size in () if self._over else self.pieces[place]:
-                ctypes.memmove(address, at, size)
+            if self._over:
+                return False
+            for address, size in self.pieces[place]:
+                ctypes.memmove(*((at, address) if fills else (address, at)), size)
                 at += size
-            self.taken[place] |= not self._over
-            return not self._over
+            if fills:
+                ctypes.memset(at, 0, first + len(slot) - at)
+            return True
 
     def end(self) -> None:
         """Copy nothing more. Waits for a chunk that is being copied."""
         with self._lock:
             self._over = True
-
-
-def _address(slot: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(slot))

@@ -118,7 +118,7 @@ DOCKER = Facts(
     gpus("NVIDIA L40S", 1, 44),
     (disk("/tmp", 300, 400, None, filesystem="overlay"),),
 )
-ONE = engine()
+ONE, QUICK = engine(), (disk("/nvme", 3400, 3540, read_speed=2e10),)
 
 
 class Case(NamedTuple):
@@ -412,3 +412,18 @@ def test_the_plan_says_what_huge_pages_there_are(reserved, makes, shown):
     assert isinstance(ram, int)
     if not makes:
         assert row.reason.endswith(f"={-(-ram // (2 << 20))} before a start")
+
+
+@pytest.mark.parametrize(
+    ("facts", "size", "why"),
+    [
+        (replace(G6E, engine=ONE), 2 * GIB, "2 GiB as a bounce for NVMe"),
+        (replace(G5, engine=engine(tp=4), disks=QUICK), 4 * GIB, "4 GiB as a bounce for NVMe"),
+        (replace(LAPTOP, disks=()), None, "no NVMe is below it: give --hicache-host-memory-mode"),
+    ],
+)
+def test_the_plan_says_what_a_server_below_sglangs_own_ram_gets_and_why(facts, size, why):
+    plan = make_plan(facts)
+    (row,) = [row for row in plan.derived if row.key == "sglang_ram_bytes"]
+    assert why in row.reason and "buffer_only" in row.reason
+    assert row.value == size or (size is None and row.value == plan.values()["ram_bytes"])

@@ -1,15 +1,19 @@
 """A server as the caches of other engines' own use it: answers by key, saves in parts, bounded
 calls. One by shared memory and one by TCP have to do the same."""
 
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import fingerprint
 from kvtier.core.errors import ConfigError
-from kvtier.extensions.cache_server import connect, load_each, settings, tenant
+from kvtier.core.lanes import Lane
+from kvtier.extensions.cache_server import connect, load_each, settings, tenant, within
 from kvtier.testing.check_tier import content
 from tests.server_process import LAYOUT, ServerProcess, run, short_folder
 
@@ -98,6 +102,19 @@ def test_a_server_that_hangs_gives_nothing_and_no_call_waits_for_it(addresses):
         assert load_each(hanging, keys, lambda at, slot: True, later(0.2)) == [False] * 4
         assert time.monotonic() - begun < 30, "each call has its bound"
     hanging.close()
+
+
+def test_a_call_ends_in_time_and_raises_nothing(caplog):
+    lane, counts, hold = Lane("test", 1, urgent_bound=0, bound=4), Counter[str](), threading.Event()
+    call = partial(within, lane, counts)
+    assert call(lambda: 1, 0, 30.0) == 1
+    assert call(lambda: 1 // 0, -1, 30.0) == -1 and "ZeroDivisionError" in caplog.text
+    assert call(lambda: hold.wait() and 1, -1, 0.01) == -1
+    assert [call(lambda: 1, -1, 0.0) for _ in range(9)] == [-1] * 9, "the last have no room"
+    assert counts == {"failed_calls": 1, "late_calls": 5}
+    hold.set()
+    lane.close(5.0)
+    assert call(lambda: 1, -1, 30.0) == -1, "closed"
 
 
 @pytest.mark.parametrize(

@@ -205,16 +205,16 @@ def save_all(size_class):
 
 
 def test_the_configured_size_is_closed_for_no_other(bench):
-    bench.budget = 2 * BUDGET
+    bench.budget = 6 * BUDGET
     for future in bench.size_classes.prepare(4096).values():
         future.result(DEADLINE_S)
-    for number in range(2, 9):
+    for number in range(2, 25):
         bench.get(4096 * number)
         bench.clock.now += 1
     bench.clock.now += 2 * IDLE_S
     bench.settle()
-    assert len(bench.size_classes.open) == 8 and bench.discarded == []
-    bench.get(4096 * 9)
+    assert len(bench.size_classes.open) == 24 and bench.discarded == []
+    bench.get(4096 * 25)
     assert bench.discarded == [8192], "the strangers go, the longest first, and one is enough"
 
 
@@ -240,9 +240,9 @@ def test_sizes_from_before_are_opened_together_with_their_parts(bench):
     assert found == [32, 16]
 
 
-def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_more(bench):
-    bench.budget = 2 * BUDGET
-    size_classes = [bench.get(4096 * number, users=1) for number in range(1, 9)]
+def test_there_are_24_sizes_and_none_that_had_engines_lately_goes_for_one_more(bench):
+    bench.budget = 6 * BUDGET
+    size_classes = [bench.get(4096 * number, users=1) for number in range(1, 25)]
     assert bench.bytes_in_use <= bench.budget
     assert all(size_class.store.most_held >= 1 for size_class in size_classes)
     bench.size_classes.leave(size_classes[2])
@@ -250,37 +250,37 @@ def test_there_are_eight_sizes_and_none_that_had_engines_lately_goes_for_one_mor
     bench.size_classes.leave(size_classes[5])
     bench.clock.now += IDLE_S - 2
     with pytest.raises(TierError, match="had some in the last 10 minutes"):
-        bench.get(4096 * 9)
+        bench.get(4096 * 25)
     assert bench.discarded == []
     bench.clock.now += 1
-    bench.get(4096 * 9)
+    bench.get(4096 * 25)
     assert bench.discarded == [4096 * 3], "who left first"
 
 
 def test_sizes_from_before_stay_until_their_engines_had_time_to_come_back(bench):
-    bench.budget = 2 * BUDGET
+    bench.budget = 6 * BUDGET
     for future in bench.size_classes.prepare(None, [4096, 8192]).values():
         future.result(DEADLINE_S)
-    for number in range(3, 12):
+    for number in range(3, 28):
         with suppress(TierError):
             bench.get(4096 * number)
     assert bench.discarded == [] and {4096, 8192} <= bench.size_classes.open.keys()
     bench.clock.now += IDLE_S
-    bench.get(4096 * 12)
+    bench.get(4096 * 28)
     assert bench.discarded == [4096]
 
 
-def test_one_client_brings_at_most_six_sizes_and_others_find_room(bench):
-    bench.budget = 2 * BUDGET
-    for number in range(1, 7):
+def test_one_client_brings_at_most_16_sizes_and_others_find_room(bench):
+    bench.budget = 6 * BUDGET
+    for number in range(1, 17):
         bench.size_classes.get(4096 * number, "greedy").result(DEADLINE_S)
-    with pytest.raises(TierError, match=r"this client \(greedy\) has asked .* of 6 sizes"):
-        bench.size_classes.get(4096 * 7, "greedy").result(DEADLINE_S)
+    with pytest.raises(TierError, match=r"this client \(greedy\) has asked .* of 16 sizes"):
+        bench.size_classes.get(4096 * 17, "greedy").result(DEADLINE_S)
     bench.size_classes.get(4096, "greedy").result(DEADLINE_S)
-    bench.size_classes.get(4096 * 7, "honest").result(DEADLINE_S)
-    bench.size_classes.get(4096 * 7, "greedy").result(DEADLINE_S)
+    bench.size_classes.get(4096 * 17, "honest").result(DEADLINE_S)
+    bench.size_classes.get(4096 * 17, "greedy").result(DEADLINE_S)
     bench.clock.now += IDLE_S
-    bench.size_classes.get(4096 * 8, "greedy").result(DEADLINE_S)
+    bench.size_classes.get(4096 * 18, "greedy").result(DEADLINE_S)
 
 
 def test_a_chunk_larger_than_any_tier_keeps_opens_no_store(bench):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from kvtier.core.errors import ConfigError
 from kvtier.extensions.sglang.engine_identity import DOES_NOT, identity
 from kvtier.extensions.sglang.moves import Transfer
 from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
@@ -21,7 +20,7 @@ HiCacheRanks = make_dataclass(
     + ["is_mla_model", "tp_lcm_size"],
 )
 ENGINE = {"arguments": {"tp_size": 2, "dtype": "auto"}, "files": {"model_path": "ab"}}
-PAGES = PoolPages("kv", "page_first", "torch.bfloat16", 64, "pieces", (512, 512))
+PAGES = PoolPages("kv", "page_first", "torch.bfloat16", 64, (512, 512))
 RANKS = HiCacheRanks(0, 2, 0, 1, 0, 1, 0, 1, is_mla_model=False, tp_lcm_size=None)
 
 
@@ -30,7 +29,7 @@ def own(pages=PAGES, ranks=RANKS, engine=ENGINE, classes=("MHATokenToKVPoolHost"
 
 
 OTHER_PAGES: Any = {"pool": "indexer", "layout": "page_head", "dtype": "torch.float16"}
-OTHER_PAGES |= {"page_tokens": 32, "form": "flat", "sizes": (256, 768)}
+OTHER_PAGES |= {"page_tokens": 32, "groups": range(2), "sizes": (256, 768)}
 OTHER_RANKS: Any = {"tp_rank": 1, "tp_size": 4, "pp_rank": 1, "attn_cp_rank": 1, "dcp_rank": 1}
 OTHER_ENGINES = {"files": {"model_path": "cd"}, "arguments": {"tp_size": 4, "dtype": "auto"}}
 
@@ -60,21 +59,15 @@ def test_ranks_share_what_is_the_same_on_all_of_them():
 def test_head_groups_have_one_name_in_every_size_of_a_fleet():
     def pages_of(rank, size, heads):
         ranks = replace(RANKS, tp_rank=rank, tp_size=size, tp_lcm_size=4)
-        groups, first = head_groups(ranks, "page_head", "kv", heads)
-        pages = replace(PAGES, form="heads", layout="page_head", groups=groups, first_group=first)
-        engine = {**ENGINE, "arguments": {"tp_size": size}}
-        return pages, pages.chunks(engine, ranks, ["MHA"]).fingerprint
+        pages = replace(PAGES, groups=head_groups(ranks, "page_head", "kv", heads))
+        return replace(pages, own=own(pages, ranks, {**ENGINE, "arguments": {"tp_size": size}}))
 
-    (one, name), (low, _), (high, same) = (
-        pages_of(0, 1, 8), pages_of(0, 2, 4), pages_of(1, 2, 4))  # fmt: skip
-    assert name == same
-    assert low.keys(name, ["a"]) + high.keys(name, ["a"]) == one.keys(name, ["a"])
-    assert len(set(one.keys(name, ["a", "b"]))) == 8
+    one, low, high = pages_of(0, 1, 8), pages_of(0, 2, 4), pages_of(1, 2, 4)
+    assert low.keys(["a"]) + high.keys(["a"]) == one.keys(["a"])
+    assert len(set(one.keys(["a", "b"]))) == 8 and one.own == high.own
     assert one.whole([True] * 4 + [True, False, True, True]) == [True, False]
-    assert head_groups(RANKS, "page_head", "kv", 8) == (0, 0)
-    assert head_groups(replace(RANKS, tp_lcm_size=4), "page_first", "kv", 8) == (0, 0)
-    with pytest.raises(ConfigError, match="3 KV heads"):
-        head_groups(replace(RANKS, tp_lcm_size=4), "page_head", "kv", 3)
+    assert not head_groups(RANKS, "page_head", "kv", 8)
+    assert not head_groups(replace(RANKS, tp_lcm_size=4), "page_first", "kv", 8)
 
 
 @given(some.lists(some.booleans(), max_size=12), some.integers(0, 4))
