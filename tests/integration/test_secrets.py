@@ -174,7 +174,7 @@ def test_a_secret_file_that_is_refused_is_not_told(place, name, harm):
 @pytest.mark.parametrize("way", ["file", "environment"])
 def test_lmcaches_secrets_are_not_told(place, way):
     password, token = OTHERS
-    extra = {"redis_password": password, "auth": {"token": token}, "sentinels": [password]}
+    extra = {"redis_password": password, "peer": {"token": token}, "sentinels": [password]}
     env: dict[str, str] = {"LMCACHE_REMOTE_URL": f"redis://u:{password}@127.0.0.1:1"}
     if way == "file":
         file = place / "lmcache.yaml"
