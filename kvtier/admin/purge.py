@@ -15,7 +15,7 @@ from kvtier.server.extension import in_turns
 from kvtier.server.registry import SizeClasses
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
-from kvtier.tiers.nvme.folder import INDEX_NAME
+from kvtier.tiers.nvme.folder import INDEX_NAME, below
 
 _SEARCH_S = 15.0
 _WAITS_S = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1.0, 1.0, 1.0)
@@ -74,10 +74,14 @@ async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]
 
 
 def _discard_closed(folders: Sequence[Path], owner: int | None) -> tuple[int, list[Path]]:
-    """Chunks removed from the files of closed size classes, and folders in use, where none could
-    be. On the lane that opens size classes."""
-    chunks, busy = 0, []
-    for index in sorted(each for place in folders for each in place.glob(f"slots-*/{INDEX_NAME}")):
+    """Chunks removed from the files of closed size classes, and folders in use or silent, where
+    none could be. On the lane that opens size classes."""
+    chunks, busy, found = 0, list[Path](), list[Path]()
+    for place in folders:
+        there = below(place, f"slots-*/{INDEX_NAME}")
+        busy += [place] if there is None else []
+        found += there or []
+    for index in sorted(found):
         try:
             chunks += discard(index.parent, owner)
         except TierError:

@@ -43,6 +43,7 @@ from kvtier.core.processes import environment
 from kvtier.core.terminal import size_text
 from kvtier.started import Started, require_ram
 from kvtier.tiers.nvme.disks import probe_disks
+from kvtier.tiers.nvme.folder import below
 from kvtier.tiers.nvme.in_use import wait_until_free
 
 TRANSFER = {
@@ -176,7 +177,7 @@ def tried(started: Started, *, wait: bool) -> Iterable[str]:
     if auto and server is None and not folders:
         folders = [Path(disk.path) for disk in probe_disks()]
     if wait:
-        wait_until_free(each for place in folders for each in (place, *place.glob("*/")))
+        wait_until_free(each for place in folders for each in (place, *(below(place, "*/") or ())))
     return away
 
 

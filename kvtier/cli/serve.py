@@ -45,6 +45,7 @@ from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 from kvtier.tiers.nvme.disks import SIZE_FOLDERS
+from kvtier.tiers.nvme.folder import below
 from kvtier.tiers.nvme.parts import NvmeSection
 
 logger = logging.getLogger("kvtier.server")
@@ -265,7 +266,7 @@ class Stores:
 
 def kept_sizes(nvme: NvmeSection) -> list[int]:
     """Slot sizes of folders from before in ``nvme_path``, the one used last first."""
-    folders = [folder for place in nvme.folders() for folder in place.glob(SIZE_FOLDERS)]
+    folders = [folder for place in nvme.folders() for folder in below(place, SIZE_FOLDERS) or ()]
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
     return list(dict.fromkeys(int(folder.name.removeprefix("slots-")) for folder in found))

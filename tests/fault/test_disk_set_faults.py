@@ -333,6 +333,37 @@ def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path, clock, monkeypatc
     tier.close()
 
 
+@pytest.mark.parametrize("folders", [1, 2])
+def test_a_folder_that_is_silent_at_the_start_is_used_when_it_answers(
+    tmp_path, monkeypatch, folders
+):
+    monkeypatch.setattr("kvtier.tiers.nvme.folder.ANSWER_S", 0.5)
+    places = [tmp_path / f"disk{at}" for at in range(folders)]
+    section, around = NvmeSection(path=",".join(map(str, places)), bytes_=BOTH), Opening(SLOT, b"")
+    before = parts.open(section, around).tier
+    fill(before, KEYS[:20])
+    before.close(KEYS[:20])
+    with silent(places[0]):
+        looked = parts.findings(section, None)
+        assert [found.state for found in looked if "does not answer" in found.seen] == ["fail"]
+        assert "disk0: its file system does not answer" in parts.away(section)
+        tier = parts.open(section, around).tier
+        assert tier.nodes_away == [f"{places[0]} (it has not answered since the start)"]
+        first = set(KEYS[:20]) - set(tier.recovered())
+        assert len(first) == 20 if folders == 1 else first
+        stored = tier.write(KEYS[30], content(KEYS[30], SLOT))
+        assert stored == (folders == 2), "where there is none, RAM serves alone"
+
+    def is_back():
+        tier.find([])
+        return not tier.nodes_away
+
+    wait_for(is_back, "without a restart")
+    assert set(tier.lost_and_found()[1]) == first and not parts.away(section)
+    assert all(holds(tier, key) for key in KEYS[:20])
+    tier.close()
+
+
 def test_a_close_does_not_wait_for_a_disk_that_hangs(tmp_path, faulty, clock, monkeypatch, caplog):
     tier = opened(tmp_path, clock)
     fill(tier, KEYS)
@@ -531,8 +562,8 @@ def test_a_deletion_that_hangs_holds_up_no_other_one(tmp_path, faulty, clock):
     clock.now += FROZEN_S
     stored.store.invalidate(KEYS[:20])
     wait_for(lambda: not any(of(stored.tier, at) for at in (0, 1, 3)), "the others are empty")
-    wait_for(lambda: stored.tier.owed == 3, "the others of that disk are owed")
-    assert len(stored.lower.chunks.leaving) == 2
+    wait_for(lambda: len(stored.lower.chunks.leaving) == 2, "the others of that disk are owed")
+    assert stored.tier.owed == 3
     faulty.stuck.clear()
     faulty.goes.set()
     wait_for(lambda: stored.tier.disks[2].idle, "they are done")

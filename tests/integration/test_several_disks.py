@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
+from kvtier.bench.processes.servers import free_port
 from kvtier.core.lookup import Progress
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
 from tests.child_process import wait_for
+from tests.mounts import silent
 from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder
 
 PAGE = Path(__file__).parents[2] / "deploy" / "SIZING.md"
@@ -35,3 +40,25 @@ def test_the_pages_file_has_both_disks_used_and_found_again():
             assert load(client, keys) == ["nvme"] * 12
             with client.load(keys) as lease:
                 assert lease.views() == [content(key, SLOT) for key in keys]
+
+
+def test_a_server_starts_on_a_disk_that_does_not_answer_and_uses_it_when_it_does():
+    with short_folder() as folder, ExitStack() as stack:
+        disk, port = folder / "nvme", free_port()
+        disk.mkdir(mode=0o700)
+        address = f"http://127.0.0.1:{port}"
+        server = ServerProcess(folder, nvme_path=disk, nvme_bytes=1 << 20, admin=address)
+
+        def trouble():
+            with urllib.request.urlopen(f"{address}/healthz") as answer:  # noqa: S310
+                return json.load(answer)["trouble"]
+
+        with silent(disk):
+            server.start()
+            client = stack.enter_context(attached(server.access()))
+            assert save(client, run(1, 2)) == 2 and load(client, run(1, 2)) == ["ram"] * 2
+            assert f"{disk / f'slots-{SLOT}'} (it has not answered since the start)" in trouble()[1]
+        wait_for(lambda: not trouble(), "it is back")
+        save(client, run(2, 2))
+        wait_for(lambda: client.stats()["nvme_held"] == 2, "written")
+        assert server.stop() == 0

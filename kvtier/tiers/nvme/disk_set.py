@@ -29,6 +29,7 @@ from kvtier.core.report import DiskStatus
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.tiers.base import EVENTS, EventCounts, Tier
 from kvtier.tiers.nvme.disks import servers_bytes
+from kvtier.tiers.nvme.folder import is_silent
 from kvtier.tiers.nvme.index import slots_within, table_bytes
 from kvtier.tiers.nvme.set_disk import SetDisk
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -107,9 +108,9 @@ class DiskSet(Tier):
     def _wait_for_start(self) -> None:
         until = time.monotonic() + START_S
         with self._lock:
-            while any(disk.calls or disk.owed for disk in self.disks) and (
-                (left := until - time.monotonic()) > 0
-            ):
+            while any(
+                (disk.calls or disk.owed) and not is_silent(disk.folder) for disk in self.disks
+            ) and ((left := until - time.monotonic()) > 0):
                 self._tried.wait(left)
             for disk in self.disks:
                 if disk.away:
@@ -266,7 +267,7 @@ class DiskSet(Tier):
 
     @property
     def by_disk(self) -> Sequence[DiskStatus]:
-        return [disk.status() for disk in self.disks]
+        return [disk.status() for disk in self.disks] if len(self.disks) > 1 else []
 
     @property
     def nodes_away(self) -> Sequence[str]:

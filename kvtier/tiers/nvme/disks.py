@@ -7,14 +7,14 @@ import contextlib
 import mmap
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.core.fact import ROOT, UNSEEN, Fact, Mount, fact_of, known, mounts, text_of, unknown
 from kvtier.core.terminal import size_text
-from kvtier.tiers.nvme.folder import may_take
+from kvtier.tiers.nvme.folder import asked, may_take
 from kvtier.tiers.nvme.in_use import holder
 
 CANDIDATES = (
@@ -90,8 +90,9 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
         return tuple(probe_disk(path, root) for path in paths)
     seen = set[int | str]()
     found = []
-    usual = filter(os.path.ismount, CANDIDATES)
-    for path in (*usual, *filter(os.path.isdir, (*local_mounts(root), *_ALWAYS))):
+    usual = [path for path in CANDIDATES if _answers(path, os.path.ismount)]
+    local = [path for path in (*local_mounts(root), *_ALWAYS) if _answers(path, os.path.isdir)]
+    for path in (*usual, *local):
         device = os.stat(path).st_dev
         if os.access(path, os.W_OK) and device not in seen and may_take(Path(path, "kvtier")):
             disk = probe_disk(f"{path}/kvtier", root)
@@ -100,6 +101,10 @@ def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...
             seen.add(device)
             seen.add(disk.block or device)
     return tuple(found)
+
+
+def _answers(path: str, look: Callable[[str], bool]) -> bool:
+    return asked(Path(path), lambda: look(path), False)
 
 
 def local_mounts(root: Path = ROOT) -> list[str]:
@@ -111,8 +116,16 @@ def local_mounts(root: Path = ROOT) -> list[str]:
     ]
 
 
+SILENT = unknown("its file system does not answer")
+
+
 def probe_disk(path: str, root: Path = ROOT) -> Disk:
     """Facts of the folder ``path``, or of the nearest one above it that exists."""
+    place = Path(path).absolute()
+    return asked(place, lambda: _probe_disk(path, root), Disk(str(place), free=SILENT))
+
+
+def _probe_disk(path: str, root: Path) -> Disk:
     place = Path(path).resolve()
     while not place.is_dir():
         place = place.parent
@@ -152,7 +165,10 @@ def reusable(disk: Disk, *, server: bool) -> Disk:
 
 def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
     """Words on unused folders of servers, or engines: size, and the command that frees it."""
-    place = Path(path)
+    return asked(Path(path), lambda: _left_behind(Path(path), servers), ())
+
+
+def _left_behind(place: Path, servers: bool) -> tuple[str, ...]:
     found, of_servers = [], set(place.glob(SIZE_FOLDERS))
     for folder in sorted((place, *place.glob("*/"))):
         is_servers = folder in of_servers

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtier.core.errors import TierError
 from kvtier.tiers.nvme.files import lock
-from kvtier.tiers.nvme.folder import INDEX_NAME, TierFolder
+from kvtier.tiers.nvme.folder import INDEX_NAME, TierFolder, asked
 
 logger = logging.getLogger("kvtier")
 
@@ -25,7 +25,11 @@ _POLL_S = 0.1
 
 
 def holder(folder: Path) -> str:
-    """The process that has this tier open. Empty: none, or the tier is not this user's."""
+    """The process that has this tier open. Empty: none, the tier is not this user's, or silent."""
+    return asked(folder, lambda: _holder(folder), "")
+
+
+def _holder(folder: Path) -> str:
     with suppress(OSError, TierError), TierFolder(folder) as files:
         index = files.open(INDEX_NAME, os.O_RDONLY)
         try:

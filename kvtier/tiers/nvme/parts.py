@@ -15,8 +15,13 @@ from typing import ClassVar
 
 from kvtier.core.errors import ConfigError
 from kvtier.core.terminal import size_text
-from kvtier.tiers.base import Tier
-from kvtier.tiers.nvme.disks import NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk, probe_disk
+from kvtier.tiers.nvme.disks import (
+    NETWORK_FILESYSTEMS,
+    RAM_FILESYSTEMS,
+    SILENT,
+    Disk,
+    probe_disk,
+)
 from kvtier.tiers.nvme.several import (
     free_rooms,
     lane_threads,
@@ -84,7 +89,13 @@ class NvmeSection(TierSection):
                 )
         else:
             rooms, held = free_rooms(folders)
-            sizes = parts_of(given, rooms, held) if given else list(map(default_bytes, rooms))
+            usual = [default_bytes(room) for room in rooms if room is not None]
+            assumed = min(usual, default=0)
+            sizes = (
+                parts_of(given, rooms, held)
+                if given
+                else [assumed if room is None else default_bytes(room) for room in rooms]
+            )
         pairs = zip(folders, sizes, strict=True)
         return [replace(self, path=str(folder), bytes_=size) for folder, size in pairs]
 
@@ -119,6 +130,9 @@ _LEAST_BYTES = 10 << 20
 
 def disk_findings(own: NvmeSection, disk: Disk) -> Iterator[Finding]:
     """Findings of ``disk``'s facts, and of the folder's kind and mode, which are looked at."""
+    if disk.free is SILENT:
+        yield Finding("nvme", "fail", f"{disk.path}: {SILENT.source}", "look at its mount")
+        return
     if os.path.lexists(disk.path) and not os.path.isdir(disk.path):
         yield Finding(
             "nvme", "fail", f"{disk.path} is not a folder", "name a folder of its own in nvme_path"
@@ -181,19 +195,15 @@ logger = logging.getLogger("kvtier")
 
 def open(own: NvmeSection, around: Opening) -> Opened:
     from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
-    from kvtier.tiers.nvme.tier import NvmeTier
 
     require_apart(own.folders())
     folders = own.folders(around.replica)
     sizes = [int(each.bytes_ or 0) for each in own.disks(around.replica)]
-    cpus, lent, huge = len(os.sched_getaffinity(0)), around.lent, around.in_huge_pages
+    cpus = len(os.sched_getaffinity(0))
     threads, calls = lane_threads([probe_disk(str(folder)) for folder in folders], cpus)
-    tier: Tier
-    if len(folders) == 1:
-        tier = NvmeTier(folders[0], sizes[0], around.chunk_bytes, lent=lent, in_huge_pages=huge)
-    else:
-        require_ours(folders)
-        tier = DiskSet(list(map(DiskPlace, folders, sizes, calls)), around.chunk_bytes, lent, huge)
+    require_ours(folders)
+    places = list(map(DiskPlace, folders, sizes, calls))
+    tier = DiskSet(places, around.chunk_bytes, around.lent, around.in_huge_pages)
     reserved = sum(probe_disk(str(folder)).own.value or 0 for folder in folders)
     where = ",".join(map(str, folders))
     said = (
@@ -204,14 +214,16 @@ def open(own: NvmeSection, around: Opening) -> Opened:
 
 
 def away(own: NvmeSection) -> str:
-    """A disk is never away. Raises ConfigError where no disk can be used. Logs warnings."""
+    """A disk whose file system does not answer. Raises ConfigError where no other one can be used.
+    Logs warnings."""
     require_apart(own.folders())
-    disks, failed = own.disks(), list[str]()
+    disks, failed, silent = own.disks(), list[str](), list[str]()
     for each in disks:
-        for finding in disk_findings(each, probe_disk(str(each.path))):
+        disk = probe_disk(str(each.path))
+        for finding in disk_findings(each, disk):
             words = f"nvme_path={each.path}: {finding.seen}; {finding.do}"
             if finding.state == "fail":
-                failed.append(words)
+                (silent if disk.free is SILENT else failed).append(words)
                 break
             if finding.state == "warn":
                 logger.warning("%s", words)
@@ -219,7 +231,7 @@ def away(own: NvmeSection) -> str:
         raise ConfigError("; ".join(failed))
     for words in failed:
         logger.warning("%s: the other disks serve without it", words)
-    return ""
+    return "; ".join(silent)
 
 
 def probe(_own: NvmeSection) -> TierFacts:

@@ -181,7 +181,7 @@ class SetDisk:
             return "it is far slower than the other disks"
         if self.breaker.open:
             return "its reads or writes fail: look at the kernel's log (dmesg)"
-        return "its folder was removed or replaced" if self.tier and self.tier.trouble else ""
+        return self.tier.trouble if self.tier is not None else ""
 
     def leave_alone(self, why: str) -> Sequence[ChunkKey]:
         """Returns what it held."""

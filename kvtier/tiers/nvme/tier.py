@@ -269,8 +269,6 @@ class NvmeTier(Tier):
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
         places = self._places
-        if self._trouble:
-            self._look()  # asked of an idle server, too: see kvtier.server.extension
         for count, key in enumerate(keys):
             if key not in places:
                 return count
@@ -384,12 +382,7 @@ class NvmeTier(Tier):
         if self._files.in_place():
             self._trouble = ""
             return True
-        self._trouble = (
-            f"{self.name}: its folder {self._files.path} was removed or replaced while in use: "
-            "what it holds is served until the end of this process and then lost, nothing more is "
-            "written; restart to begin with a new one"
-        )
-        self._events.log_first("folder", self._trouble)
+        self._trouble = "its folder was removed or replaced"
         return False
 
     def _drop(self, key: ChunkKey, place: int, count: str) -> None:
