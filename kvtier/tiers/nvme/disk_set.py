@@ -240,20 +240,20 @@ class DiskSet(Tier):
     def resize(self, chunks: int) -> int:
         """Each disk keeps room for what it holds. The rest is divided by what they could have
         beside a server's other chunk sizes, which may have more of one disk than of another."""
-        disks = [disk for disk in self.disks if disk.tier is not None and not disk.away]
+        disks = [(one.folder, tier) for one in self.disks if (tier := one.tier) and not one.away]
         self._lent = self._lent or chunks < self.capacity
-        held = [disk.well_tier.used for disk in disks]
+        held = [tier.used for _, tier in disks]
         could = [
-            max(0, disk.capacity - used - -(-taken // self.chunk_room))
-            for disk, used in zip(disks, held, strict=True)
-            for taken in [servers_bytes(disk.folder.parent, but=disk.folder).value or 0]
+            max(0, tier.capacity - used - -(-taken // self.chunk_room))
+            for (folder, tier), used in zip(disks, held, strict=True)
+            for taken in [servers_bytes(folder.parent, but=folder).value or 0]
         ]
         most = sum(could)
         spare, room = min(max(0, chunks - sum(held)), most), 0
-        for disk, used, free in zip(disks, held, could, strict=True):
+        for (_, tier), used, free in zip(disks, held, could, strict=True):
             mine = -(-spare * free // most) if most else 0
             spare, most = spare - mine, most - free
-            room += disk.well_tier.resize(used + mine)
+            room += tier.resize(used + mine)
         return room
 
     # ---- health ----------------------------------------------------------------------------------
