@@ -264,7 +264,7 @@ def usual_pairs() -> str:
 
 _PARTS = (
     *("index", "copy", "nvme", "sealed", "redis", "server", "step", "policy", "throttled"),
-    *("in_parts", "disks_engine", "tier", "sglang"),
+    *("worker", "in_parts", "disks_engine", "tier", "sglang"),
 )
 """Results that the table of the parts has rows of."""
 PAGES: dict[str, dict[str, Callable[[], str] | Rows]] = {

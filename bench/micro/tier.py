@@ -26,7 +26,7 @@ import numpy as np
 from kvtier.bench.flags import run_micro
 from kvtier.bench.micro.nvme import disk_folder
 from kvtier.bench.micro.server import server
-from kvtier.bench.micro.step import one_layer
+from kvtier.bench.micro.step import cache_of
 from kvtier.bench.model import make_model
 from kvtier.bench.report import Row, median_row, percentile
 
@@ -50,7 +50,9 @@ def make_tier(model: Path, entry: dict[str, Any]) -> Any:
     transfer.kv_connector_extra_config = {"cpu_bytes_to_use": _BYTES}
     given = EngineArgs(str(model), block_size=16, kv_transfer_config=transfer)
     vllm_config = given.create_engine_config()  # kvtier's tier looks for it by this name
-    of = spec.TieringOffloadingSpec(config.build_offloading_config(vllm_config, one_layer()))
+    of = spec.TieringOffloadingSpec(
+        config.build_offloading_config(vllm_config, cache_of(["full"], 16))
+    )
     return factory.SecondaryTierFactory.create_secondary_tier(entry, ROWS.data, of)
 
 

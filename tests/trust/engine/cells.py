@@ -35,6 +35,9 @@ class Cell:
     """vLLM's ``prefix_match_unit``: hits may end at its multiples within a block."""
     drafts: int = 0
     """Draft tokens a step, accepted at random."""
+    sessions: bool = False
+    """One request after the other is a streaming session, which goes on after an answer. It keeps
+    its blocks while it waits. Beside drafts vLLM's own ones read what it has not computed."""
     blocks: int = 96
     """Few blocks preempt."""
     policy: str = "fcfs"
@@ -93,6 +96,7 @@ class Cell:
             f"{self.depth} in flight": True,
             "accepted drafts": bool(self.drafts),
             "refused drafts": bool(self.drafts),
+            "sessions that went on": self.sessions,
             "faults": bool(self.fails),
             "preempted": self.blocks < FEW_BLOCKS,
             "resumed as new": self.v2 and self.blocks < FEW_BLOCKS,
@@ -120,6 +124,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "few blocks": {"blocks": 26},
     "by priority": {"policy": "priority"},
     "drafts": {"drafts": 3},
+    "sessions": {"sessions": True},
     "tensor parallel": {"tensor": 2},
     "pipeline": {"pipeline": 2},
     "pipeline and tensor parallel": {"pipeline": 2, "tensor": 2},
@@ -253,6 +258,9 @@ _EITHER = (
     _cell("async, chunked local"),
     _cell("async, nvme, failing loads"),
     _cell("async, server, failing loads, few blocks"),
+    _cell("sessions"),
+    _cell("sessions, async, few blocks, failing loads", blocks=52),
+    _cell("sessions, pipeline, windows"),
 )
 _DEEP = (
     _cell("three in flight"),
@@ -263,6 +271,7 @@ _DEEP = (
     _cell("three in flight, failing loads", fails=0.3),
     _cell("three in flight, failing loads, few blocks", fails=0.3),
     _cell("three in flight, slow copies, few blocks"),
+    _cell("three in flight, sessions, few blocks", blocks=52),
     _cell("three in flight, windows"),
     _cell("three in flight, long windows, few blocks", blocks=90),
     _cell("three in flight, chunked local"),

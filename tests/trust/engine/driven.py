@@ -23,6 +23,8 @@ _ENGINE_STEPS = 400
 _LOST, _MOST_LOST = 0.3, 3
 """How likely a server is killed in a step in which a load in parts has yet to arrive, and how often
 under one engine: its start takes longer than a hundred steps."""
+_FIRST = 160
+"""Most tokens of what a session reads first."""
 _SHOWS_STEPS = 500
 """In so many steps nearly everything that a cell is about happens."""
 
@@ -81,13 +83,16 @@ def drive(engine, steps, lost=None):
             answer = min(draw.choice([1, 2, 5, 20, 60]), longest - len(tokens) - 1)
             twins = draw.choice([1, 1, 1, 1, 3])
             for _ in range(twins):
+                talks_on = engine.cell.sessions and not engine.in_session
                 engine.ask(
-                    tokens,
+                    tokens[: _FIRST if talks_on else None],
                     answer,
                     salt=draw.choice(["", "", "", "acme"]),
                     priority=draw.randrange(3),
                     elsewhere=bool(engine.cell.beside) and draw.random() < 0.3,
+                    session="" if talks_on else None,
                 )
+        engine.go_on()
         if engine.live and draw.random() < 0.01:
             engine.abort(draw.choice(engine.live))
         if draw.random() < 0.003:
@@ -101,6 +106,7 @@ def drive(engine, steps, lost=None):
         engine.step()
     if lost is not None:
         lost.mend()
+    engine.go_on(end=True)
     engine.drain()
 
 

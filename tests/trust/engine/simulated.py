@@ -76,6 +76,8 @@ from tests.trust.engine.late_saves import LateSaves
 from tests.trust.engine.memory import Array, Need, RankMemory, Share, chain, next_token
 
 LAYERS = 2
+_SESSION = 300
+"""About the most tokens of a session."""
 _FORWARD = SimpleNamespace(attn_metadata=None)
 """What vLLM tells of a forward pass, as far as a connector asks."""
 
@@ -455,11 +457,14 @@ class Engine:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def ask(self, tokens, answer, salt="", priority=0, *, elsewhere=False, **sampling):
+    def ask(
+        self, tokens, answer, salt="", priority=0, *, elsewhere=False, session=None, **sampling
+    ):
         """A new request; its name. ``elsewhere``: its prompt was computed elsewhere, and the other
-        connector brings it."""
+        connector brings it. ``session``: a streaming session. With the name of one it goes on, or
+        without tokens it ends."""
         self._next += 1
-        name = f"r{self._next}"
+        name = session or f"r{self._next}"
         parameters = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, **sampling)
         if elsewhere:
             parameters.extra_args = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -472,8 +477,10 @@ class Engine:
             cache_salt=salt or None,
             priority=priority,
             block_hasher=self._hasher,
+            resumable=session is not None and bool(tokens),
         )
-        self._sequences[name] = Told(salt, list(tokens))
+        self._sequences.setdefault(name, Told(salt, list(tokens)))
+        self.counts["sessions that went on"] += bool(session and tokens)
         self.scheduler.add_request(request)
         return name
 
@@ -523,6 +530,23 @@ class Engine:
     @property
     def live(self):
         return list(self.scheduler.requests)
+
+    @property
+    def in_session(self):
+        return any(one.streaming_queue is not None for one in self.scheduler.requests.values())
+
+    def go_on(self, *, end=False):
+        """Streaming sessions get more to read, before or after they have answered, or end."""
+        for name, request in list(self.scheduler.requests.items()):
+            queue = request.streaming_queue
+            waits = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+            goes_on = queue is not None and self.draw.random() < (0.3 if waits else 0.03)
+            if queue is None or None in queue or not (end or (goes_on and not queue)):
+                continue
+            room = _SESSION - request.num_tokens - request.max_tokens - 20
+            more = 0 if end else min(self.draw.choice([0, 1, 7, 40]), room)
+            tokens = [self.draw.randrange(VOCABULARY) for _ in range(more)]
+            self.ask(tokens, self.draw.choice([1, 2, 5, 20]), session=name)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -606,15 +630,18 @@ class Engine:
         """What the step computes, by what workers know of each request."""
         begins: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
-            sequence = self._sequences[new.req_id]
+            sequence, request = self._sequences[new.req_id], self.scheduler.requests[new.req_id]
+            goes_on = bool(sequence.life and request.resumable)
             if self.cell.v2:
-                self.counts["resumed as new"] += bool(sequence.life)
-                self.counts["preempted"] += bool(sequence.life)
-                sequence.tokens, sequence.drafts = list(new.prefill_token_ids), []
+                self.counts["resumed as new"] += bool(sequence.life and not goes_on)
+                self.counts["preempted"] += bool(sequence.life and not goes_on)
+            if self.cell.v2 or goes_on:
+                tokens = new.prefill_token_ids if self.cell.v2 else new.prompt_token_ids
+                sequence.tokens, sequence.drafts = list(tokens), []
             sequence.life += 1
             sequence.replay, sequence.column = new.replay_start, None
             self.counts["replays"] += bool(new.replay_start)
-            assert sequence.life == 1 or self.cell.v2
+            assert sequence.life == 1 or self.cell.v2 or goes_on
             sequence.blocks = [list(ids) for ids in new.block_ids]
             begins[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
