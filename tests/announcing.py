@@ -43,8 +43,8 @@ class Announcing:
             told = {key: pieces[key] for key in lease.keys}
             self.announcer.saving(Prompt(request, None), 0, 1, told)
             if fails:
-                failed = Pending(1, "one", lease.keys, save=lease, failed=1)
-                self.announcer.ended(failed, is_last=True)
+                failed = Pending(1, ["one"], lease.keys, save=lease, failed=1)
+                self.announcer.ended(failed, last_of=["one"])
             else:
                 lease.commit()
 

@@ -164,11 +164,19 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         described = told.description | words
         return replace(told, why_no_prefixes=why, description=described, server=server)
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """A step begins. vLLM before 0.32 names preempted requests instead, if there are any."""
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._half.open(self._own_part(kv_connector_metadata))
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        if self._own_host is not None and isinstance(connector_metadata, StepMetadata):
-            connector_metadata = self._own_host.part(connector_metadata)
+        if isinstance(connector_metadata, StepMetadata):
+            connector_metadata = self._own_part(connector_metadata)
         super().bind_connector_metadata(connector_metadata)
         self._half.begin(self._step())
+
+    def _own_part(self, metadata: StepMetadata) -> StepMetadata:
+        return metadata if self._own_host is None else self._own_host.part(metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._half.load(self._step())
@@ -411,10 +419,15 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             logger.error("kvtier keeps and serves nothing in this engine: %s", error)  # noqa: TRY400 it says what to do
             self._scheduler = IdleHalf()
 
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._scheduler.finished(request)
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
 
-    request_finished_all_groups = request_finished
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finished(request, block_ids)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int

@@ -106,8 +106,8 @@ class Extension:
     ) -> None:
         """The store takes ``pieces`` of the chunks from number ``saved`` up to ``computed``."""
 
-    def ended(self, job: Pending, *, is_last: bool) -> None:
-        """All ranks have reported a load or a save. ``is_last``: the request has no other job."""
+    def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
+        """All ranks have reported a load or a save. ``last_of``: requests without another job."""
 
     def drop(self, prompt: Prompt) -> None:
         """Give back what the extension has claimed for the request."""

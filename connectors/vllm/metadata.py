@@ -190,6 +190,8 @@ class StepMetadata(_Brief, KVConnectorMetadata):
     """Steps may run while saves are read: blocks stay as they are until ``may_reuse``."""
     replacements_seen: Counter[int] = field(default_factory=Counter)
     """By rank: replacements of its weights that the scheduler knew of when it planned this step."""
+    ended_saves: list[Job] = field(default_factory=list)
+    """Of requests that have ended: read before the step writes anything."""
     ends: list[LoadEnd] = field(default_factory=list)
     """Of loads whose last part did not say so."""
     spans: list[SpanJob] = field(default_factory=list)

@@ -63,10 +63,10 @@ def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | N
     return blocks if len(blocks) == count and NULL_BLOCK not in blocks else None
 
 
-def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int]], tables: Tables) -> list[Move]:
+def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, Tables]]) -> list[Move]:
     """Of whole pieces, each with its slot."""
     moves: dict[int, Move] = {}
-    for piece, slot in pieces:
+    for piece, slot, tables in pieces:
         move = moves.get(piece.group.number)
         if move is None:
             place = geometry.groups.index(piece.group)

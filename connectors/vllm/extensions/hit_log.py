@@ -67,7 +67,7 @@ class HitLog(Extension):
                 tokens, declined = prompt.progress.sources, prompt.claim.declined
                 self._loads[number] = _Load(asked, prompt.request.num_tokens, tokens, declined)
 
-    def ended(self, job: Pending, *, is_last: bool) -> None:
+    def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
         load = self._loads.pop(job.number, None)
         if load is not None and load.tokens and not job.failed:
             logger.info("%s", _text(load, self._clock() - load.asked))
@@ -143,7 +143,7 @@ class Traces(Extension):
             attributes = _hits(prompt.progress.sources) | {"kvtier.bytes": size}
             self._begun[number] = _Begun(prompt.request, _Moment.now(), attributes)
 
-    def ended(self, job: Pending, *, is_last: bool) -> None:
+    def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
         begun = self._begun.pop(job.number, None)
         if begun is None:
             return

@@ -150,9 +150,9 @@ class HintDelivery(Extension):
         if not saving:
             self._tell(name)
 
-    def ended(self, job: Pending, *, is_last: bool) -> None:
-        if is_last:
-            self._tell(job.request_id)
+    def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
+        for name in last_of if self._waiting else ():
+            self._tell(name)
 
     def counts(self) -> dict[str, int]:
         if not self._counts:

@@ -86,7 +86,7 @@ class Misses(Extension):
             return prompt.chain.keys[0]
         return self._layout.keys(prompt.request.all_token_ids[: self._layout.chunk_tokens])[0]
 
-    def ended(self, job: Pending, *, is_last: bool) -> None:
+    def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
         if job.save is not None and not job.failed and not job.dropped:
             self._saved += len(job.keys)
 

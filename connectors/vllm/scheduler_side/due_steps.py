@@ -6,10 +6,17 @@ from collections.abc import Collection, Mapping
 
 from kvtier.connectors.vllm.groups import Geometry, Kind
 
+_TOGETHER_STEPS = 8
+"""Answers of full attention alone, whose blocks stay as they are, are looked at in one step of so
+many: caches that a step has emptied are filled once for all of them."""
+_MOST_ANSWERS = 64
+"""Most answers that are looked at in one step."""
+
 
 class DueSteps:
-    """A request is looked at no later than it can finish a chunk. Of hundreds that decode few are
-    due in a step, and the others cost nothing.
+    """A request is due when it can have finished a chunk. Of hundreds that decode few are due in a
+    step, and the others cost nothing. Who is due waits for the next step in which answers are
+    looked at (:data:`_TOGETHER_STEPS`), or for one with prompts.
 
     A step adds at most ``answer_tokens`` to what a request has of its answer. A request for which
     it computes more is looked at in any case, and so is each request of a model with states.
@@ -17,23 +24,37 @@ class DueSteps:
 
     def __init__(self, geometry: Geometry, answer_tokens: int) -> None:
         self._always = any(group.kind is Kind.STATE for group in geometry.groups)
-        self._most, self._step = answer_tokens, 0
+        self._together = _TOGETHER_STEPS if geometry.is_gradual else 1
+        self._most, self._step, self._looked = answer_tokens, 0, 0
         self._due: dict[str, int] = {}
         """Request -> its step."""
         self._by_step: dict[int, list[str]] = {}
         """The same by step, and some requests that have another step by now."""
+        self._turn: dict[str, None] = {}
+        """Due, and looked at in the next step that computes them."""
 
-    def begin(self, scheduled: Mapping[str, int], tokens: int) -> set[str]:
+    def begin(self, scheduled: Mapping[str, int], tokens: int, *, began: bool) -> list[str]:
         """Begin a step that computes ``scheduled`` tokens of each request, ``tokens`` in all.
-        Returns who is due."""
+        ``began``: of a prompt too. Returns who is looked at."""
         self._step += 1
-        due = {one for one in self._by_step.pop(self._step, ()) if self._due.get(one) == self._step}
-        for request_id in [one for one in due if one not in scheduled]:
-            self.wait(request_id, 0)
-            due.discard(request_id)
+        prompts = list[str]()
         if tokens > len(scheduled) and max(scheduled.values()) > self._most:
-            due |= {one for one, count in scheduled.items() if count > self._most}
-        return due
+            prompts = [one for one, count in scheduled.items() if count > self._most]
+        if prompts or began or not self._step % self._together:
+            steps = range(self._looked + 1, self._step + 1)
+            self._turn.update((one, None) for at in steps for one in self._by_step.pop(at, ()))
+            self._looked = self._step
+        if not self._turn:
+            return prompts
+        self._turn = {one: None for one in self._turn if self.is_due(one)}
+        found = [one for one in self._turn if one in scheduled][:_MOST_ANSWERS]
+        for request_id in found:
+            del self._turn[request_id]
+        return [*prompts, *found]
+
+    def is_due(self, request_id: str) -> bool:
+        """Whether it can have finished a chunk, and was not looked at since."""
+        return self._due.get(request_id, self._step + 1) <= self._step
 
     def wait(self, request_id: str, tokens: int | None) -> None:
         """``tokens`` are missing until the request is due, which is in the next step at the
@@ -48,7 +69,7 @@ class DueSteps:
         self._by_step.setdefault(self._step + steps, []).append(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """The request has ended, or has other blocks: it is due when it has begun again."""
         self._due.pop(request_id, None)
 
 

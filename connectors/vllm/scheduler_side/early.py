@@ -350,7 +350,7 @@ class EarlyLoads(Extension):
             else:
                 load.leases[part] = lease
         self._loads[load.number] = load
-        self._jobs.pending[load.number] = Pending(load.number, name, keys, tokens=tokens)
+        self._jobs.pending[load.number] = Pending(load.number, [name], keys, tokens=tokens)
         self._jobs.loading.update(keys)
         pool = leases[0].pool
         assert pool is not None, "a lease with slots has a pool"
@@ -417,7 +417,7 @@ class EarlyLoads(Extension):
             load.is_told, job.end = True, self._load_end(load, part.end)
         keys = lease.keys[:ready]
         self._jobs.pending[job.number] = Pending(
-            job.number, load.prompt.request.request_id, keys, load=lease, tokens=end - begin
+            job.number, [load.prompt.request.request_id], keys, load=lease, tokens=end - begin
         )
         self._jobs.loading.update(keys)
         self._load_policy.load_began(end - begin)
@@ -425,7 +425,7 @@ class EarlyLoads(Extension):
         self._copying[job.number] = load, part
         metadata.loads.append(job)
 
-    def ended(self, job: Pending, *, is_last: bool) -> None:
+    def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
         if job.number not in self._copying:
             return
         load, part = self._copying.pop(job.number)

@@ -91,7 +91,8 @@ class Pending:
     """Owns the lease of a save or a load until every worker has confirmed it."""
 
     number: int
-    request_id: str
+    request_ids: Sequence[str]
+    """Several of one save."""
     keys: Sequence[ChunkKey]
     save: SaveLease | None = None
     load: LoadLease | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.api import SaveLease
@@ -14,11 +15,36 @@ from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.tables import State, Tables, blocks_of, saving
 from kvtier.core.chunk import ChunkKey
+from kvtier.core.steps import PIECE_CHUNKS
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """``pieces`` of a request, which are in the blocks of ``tables``."""
+
+    prompt: Prompt
+    pieces: dict[ChunkKey, Piece]
+    tables: Tables
+    chunks: tuple[int, int] | None = None
+    """Number of those offered before, and with this. None: a part of a chunk."""
+    taken: dict[ChunkKey, Piece] = field(default_factory=dict)
+    """Pieces that the store takes."""
 
 
 class Saves:
-    def __init__(self, tools: Tools, prompts: Mapping[str, Prompt], due: DueSteps) -> None:
+    """``told``: hooks for what the store takes of an offer."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        prompts: Mapping[str, Prompt],
+        due: DueSteps,
+        told: Sequence[Callable[..., Any]] = (),
+    ) -> None:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
+        self._told = told
+        self.of_ended: list[Job] = []
+        """Of requests that have ended since the last step."""
         self._pending, self._prompts, self._due = tools.jobs.pending, prompts, due
         self._reading: set[str] = set()
         """Requests whose blocks workers may still be reading while the engine computes."""
@@ -57,20 +83,39 @@ class Saves:
             if blocks_of(geometry, piece, tables) is not None
         }
 
-    def begin(
-        self, metadata: StepMetadata, request_id: str, pieces: dict[ChunkKey, Piece], tables: Tables
-    ) -> dict[ChunkKey, Piece]:
-        """Begin to save what the store takes of these pieces, and return it."""
-        lease = self._store.save(list(pieces))
+    def begin(self, offers: Sequence[Offer]) -> list[Job]:
+        """Begin to save what the store takes of each. Runs are offered together as long as they
+        are short."""
+        jobs, owners = list[Job](), dict[ChunkKey, Offer]()
+        for offer in offers:
+            if owners and len(owners) + len(offer.pieces) > PIECE_CHUNKS:
+                jobs += self._begin(owners)
+                owners = {}
+            owners |= dict.fromkeys(offer.pieces, offer)
+        jobs += self._begin(owners) if owners else ()
+        for offer in offers:
+            if offer.chunks is not None:
+                before, now = offer.chunks
+                for saving in self._told:
+                    saving(offer.prompt, before, now, offer.taken)
+        return jobs
+
+    def _begin(self, owners: Mapping[ChunkKey, Offer]) -> list[Job]:
+        """One job, if the store takes anything."""
+        lease = self._store.save(list(owners))
         if not lease.keys:
             lease.close()
-            return {}
-        taken = {key: pieces[key] for key in lease.keys}
-        moves = saving(self._geometry, zip(taken.values(), lease.slots, strict=True), tables)
+            return []
+        found = list[tuple[Piece, int, Tables]]()
+        for key, slot in zip(lease.keys, lease.slots, strict=True):
+            offer = owners[key]
+            piece = offer.taken[key] = offer.pieces[key]
+            found.append((piece, slot, offer.tables))
+        moves = saving(self._geometry, found)
         job = Job(self._jobs.number(), self._jobs.address(lease.pool), moves)
-        self._pending[job.number] = Pending(job.number, request_id, lease.keys, save=lease)
-        metadata.saves.append(job)
-        return taken
+        names = dict.fromkeys(owners[key].prompt.request.request_id for key in lease.keys)
+        self._pending[job.number] = Pending(job.number, [*names], lease.keys, save=lease)
+        return [job]
 
     def step(self, metadata: StepMetadata, output: Any) -> None:
         """Say whether the engine has to wait until workers have read the blocks of this step's
@@ -81,6 +126,7 @@ class Saves:
         takes blocks from a request that it preempts, aborts or resumes, and none of these is
         computed in the step that may give them to another.
         """
+        metadata.ended_saves, self.of_ended = self.of_ended, []
         if not self._reading and not metadata.saves:
             metadata.may_reuse = False  # no block is being read
             return
@@ -94,7 +140,7 @@ class Saves:
             self._reading.clear()
         if not metadata.saves:
             return
-        saved = {self._pending[job.number].request_id for job in metadata.saves}
+        saved = {one for job in metadata.saves for one in self._pending[job.number].request_ids}
         metadata.reads_on = self._geometry.is_gradual and all(
             request_id not in resumed
             and self._prompts[request_id].request.num_computed_tokens + scheduled[request_id]
@@ -103,17 +149,18 @@ class Saves:
         )
         self._reading = self._reading | saved if metadata.reads_on else set()
 
-    def end(self, pending: Pending, lease: SaveLease, prompt: Prompt | None) -> None:
+    def end(self, pending: Pending, lease: SaveLease) -> None:
         """All ranks have reported a save: chunks can be found when every one has written its
         part."""
         if not pending.failed and not pending.dropped:
             lease.commit()
             return
         lease.close()
-        if prompt is not None and pending.failed:
-            # The worker refuses saves for a while after weights were replaced.
-            prompt.progress.retry()
-            self._due.wait(pending.request_id, 0)
+        for request_id in pending.request_ids if pending.failed else ():
+            if (prompt := self._prompts.get(request_id)) is not None:
+                # The worker refuses saves for a while after weights were replaced.
+                prompt.progress.retry()
+                self._due.wait(request_id, 0)
 
     def _states(
         self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]

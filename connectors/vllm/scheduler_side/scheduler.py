@@ -32,10 +32,11 @@ from kvtier.connectors.vllm.scheduler_side.jobs import ARRIVAL_S, ARRIVALS, Begu
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, by_place
 from kvtier.connectors.vllm.scheduler_side.requests import RequestNames, stop_of
-from kvtier.connectors.vllm.scheduler_side.saves import Saves
+from kvtier.connectors.vllm.scheduler_side.saves import Offer, Saves
 from kvtier.connectors.vllm.tables import (
     NULL_BLOCK,
     BlockTables,
+    Tables,
     loading,
 )
 from kvtier.core.chunk import ChunkKey
@@ -66,7 +67,8 @@ class SchedulerHalf:
         self._tables = BlockTables()
         self._pending, self._loading = self._jobs.pending, self._jobs.loading
         self._due = DueSteps(self._geometry, duty.answer_tokens)
-        self._saves = Saves(tools, self._prompts, self._due)
+        self._hooks = overridden(extensions)
+        self._saves = Saves(tools, self._prompts, self._due, self._hooks["saving"])
         self._numbers = itertools.count(1)
         """Of requests, 32 bits each."""
         self._named_pool: Pool | None = None
@@ -75,7 +77,6 @@ class SchedulerHalf:
         self._replacements_seen = Counter[int]()
         self._old_blocks = False
         """vLLM's own cache may hold blocks that other weights have computed."""
-        self._hooks = overridden(extensions)
         for join in self._hooks["join"]:
             join(Live(self._prompts, self._running, self._answer))
 
@@ -140,11 +141,8 @@ class SchedulerHalf:
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
         """Whether vLLM will have the next piece in its own blocks, by another request's load."""
-        if (
-            not self._duty.shares_blocks
-            or not self._loading
-            or len(keys) <= computed // self._layout.chunk_tokens
-        ):
+        is_there = len(keys) > computed // self._layout.chunk_tokens
+        if not (self._duty.shares_blocks and self._loading and is_there):
             return False
         piece = Piece(self._geometry.anchors[0], self._geometry.first(computed))
         return self._geometry.key(piece, keys) in self._loading
@@ -152,6 +150,7 @@ class SchedulerHalf:
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: ``tokens`` tokens are to be loaded into them."""
         prompt, geometry = self._prompt(request), self._geometry
+        self._due.forget(request.request_id)
         prompt.progress.sources = {}
         claim = prompt.claim
         (lease, looked), run = claim.take(), claim.run
@@ -177,7 +176,7 @@ class SchedulerHalf:
             moves = [Move(0, [], [NULL_BLOCK])]
         name, where = request.request_id, self._jobs.address(lease.pool)
         job = Job(self._jobs.number(), where, moves, name, tokens)
-        self._pending[job.number] = Pending(job.number, name, keys, load=lease, tokens=tokens)
+        self._pending[job.number] = Pending(job.number, [name], keys, load=lease, tokens=tokens)
         self._loading.update(keys)
         self._load_policy.load_began(tokens)
         self._loads.append(job)
@@ -230,44 +229,46 @@ class SchedulerHalf:
         self._running.begin(output.num_scheduled_tokens)
         self._granted.began(output.num_scheduled_tokens.keys())
         self._tables.begin(output)
-        due = self._due.begin(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
         # With Model Runner V2 also those that are resumed.
         began = [new.req_id for new in output.scheduled_new_reqs]
         began += output.scheduled_cached_reqs.resumed_req_ids
-        for request_id in began:
-            self._begun_again(request_id)
-        for request_id in dict.fromkeys((*began, *due)):
-            self._advance(metadata, output, request_id)
+        scheduled, tokens = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        looked_at = dict.fromkeys((*began, *self._due.begin(scheduled, tokens, began=bool(began))))
+        for request_id in self._prompts.keys() & began:
+            self._prompts[request_id].progress.moved()
+        offers = [offer for one in looked_at for offer in self._advance(output, one)]
+        metadata.saves = self._saves.begin(offers) if offers else []
         self._tables.end()
         self._saves.step(metadata, output)
         metadata.renewed.update(self._jobs.renewed())
         return metadata
 
-    def _begun_again(self, request_id: str) -> None:
-        prompt = self._prompts.get(request_id)
-        if prompt is not None:
-            prompt.progress.moved()
-
-    def _advance(self, metadata: StepMetadata, output: Any, request_id: str) -> None:
-        """Save the chunks of one request that this step finishes, and note when to look again."""
+    def _advance(self, output: Any, request_id: str) -> list[Offer]:
+        """The chunks of one request that are finished with this step. Note when to look again."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
-            return
+            return []
         prompt.progress.began = True
-        if prompt.name(self._layout, self._names):
-            self._drop(prompt)
-        if prompt.chain is None or prompt.progress.blended or not self._duty.saves:
-            return
+        if not self._is_saved(prompt):
+            return []
         end = prompt.request.num_computed_tokens + output.num_scheduled_tokens[request_id]
-        self._save(metadata, output, prompt, end)
+        offers = self._save(prompt, end, output)
         next_end = (prompt.progress.saved + 1) * self._layout.chunk_tokens
         more = self._duty.save_decode or next_end <= prompt.request.num_prompt_tokens
         self._due.wait(request_id, next_end - end if more else None)
+        return offers
 
-    def _save(self, metadata: StepMetadata, output: Any, prompt: Prompt, end: int) -> None:
-        """Save what is finished of a request's first ``end`` tokens. Only tokens whose ids are
-        known count: newest sampled ids (async scheduling) and unverified drafts wait for a later
-        step."""
+    def _is_saved(self, prompt: Prompt) -> bool:
+        if prompt.name(self._layout, self._names):
+            self._drop(prompt)
+        return prompt.chain is not None and not prompt.progress.blended and self._duty.saves
+
+    def _save(
+        self, prompt: Prompt, end: int, output: Any = None, tables: Tables | None = None
+    ) -> list[Offer]:
+        """Finished chunks of a request's first ``end`` tokens. Only tokens whose ids are known
+        count: newest sampled ids (async scheduling) and unverified drafts wait for a later step.
+        ``tables``: of a request that has ended."""
         request, size, progress = prompt.request, self._layout.chunk_tokens, prompt.progress
         request_id = request.request_id
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
@@ -275,22 +276,20 @@ class SchedulerHalf:
         told = self._tables.states(request_id)
         # Beside drafts a state is in its block only when the step has chosen among them, which is
         # after workers have saved.
-        early = set(told) if output.scheduled_spec_decode_tokens.get(request_id) else set()
+        drafts = output and output.scheduled_spec_decode_tokens.get(request_id)
+        early = set(told) if drafts else set()
         progress.states += told
         if finished <= progress.saved and not progress.states:
-            return
-        tables = self._tables.of(request_id)
+            return []
+        tables = tables or self._tables.of(request_id)
         if tables is None:
-            return
+            return []
         keys, saved = self._keys(prompt, request.num_tokens), progress.saved
         pieces = self._saves.finished(prompt, keys, tables, finished, early)
         progress.saved = max(finished, progress.saved)
-        taken = self._saves.begin(metadata, request_id, pieces, tables) if pieces else {}
+        offers = [Offer(prompt, pieces, tables, (saved, finished))]
         tail, own = self._tails.pieces(prompt, keys, told, tables) if told else ({}, tables)
-        if tail:
-            self._saves.begin(metadata, request_id, tail, own)
-        for saving in self._hooks["saving"]:
-            saving(prompt, saved, finished, taken)
+        return [*offers, Offer(prompt, tail, own)] if tail else offers
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -304,24 +303,20 @@ class SchedulerHalf:
             self._turn_off(report.unmapped)
         for reported in self._hooks["report"]:
             reported(report)
-        numbers = report.done.keys() | report.failed.keys()
-        copying = Counter(one.request_id for one in self._pending.values()) if numbers else {}
-        for number in numbers:
-            pending = self._pending.get(number)
-            if pending is None:
-                continue
+        for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
+            pending = self._pending[number]
             pending.done += report.done[number]
             pending.failed += report.failed[number]
             if pending.done + pending.failed == self._jobs.ranks:
                 del self._pending[number]
                 if pending.save is not None:
-                    self._saves.end(pending, pending.save, self._prompts.get(pending.request_id))
+                    self._saves.end(pending, pending.save)
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
-                copying[pending.request_id] -= 1
-                is_last = not copying[pending.request_id]
+                busy = {one for other in self._pending.values() for one in other.request_ids}
+                last_of = [one for one in pending.request_ids if one not in busy]
                 for ended in self._hooks["ended"]:
-                    ended(pending, is_last=is_last)
+                    ended(pending, last_of=last_of)
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
         """``refused``: the model got other weights, so the chunks that it lacks are sound."""
@@ -335,9 +330,9 @@ class SchedulerHalf:
             logger.warning(
                 "load of %d chunks failed; they are dropped and recomputed", len(pending.keys)
             )
-        prompt = self._prompts.get(pending.request_id)
-        if prompt is not None:
-            prompt.progress.load_failed = True
+        for request_id in pending.request_ids:
+            if (prompt := self._prompts.get(request_id)) is not None:
+                prompt.progress.load_failed = True
 
     def _turn_off(self, why: str) -> None:
         """Load and save nothing from now on, because workers cannot reach the pool."""
@@ -357,6 +352,8 @@ class SchedulerHalf:
             self._layout, "the model's weights were replaced under the running engine"
         )
         self._old_blocks = True
+        for job in self._saves.of_ended:
+            self._pending[job.number].dropped = True
         for prompt in self._prompts.values():
             self._drop(prompt)
             prompt.leave_alone()
@@ -378,9 +375,16 @@ class SchedulerHalf:
         """vLLM's ``take_events``."""
         return [event for events in self._hooks["events"] for event in events()]
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """vLLM's ``request_finished``, for aborted requests too. Returns what the answer says."""
+    def finished(self, request: Any, tables: Tables = ()) -> dict[str, Any] | None:
+        """vLLM's ``request_finished``, for aborted requests too. Returns what the answer says.
+
+        What is due and waits for its turn is saved from its blocks (``tables``) before the next
+        step writes into any."""
         prompt = self._prompts.pop(request.request_id, None)
+        waits = self._geometry.is_gradual and self._due.is_due(request.request_id)
+        if prompt is not None and tables and waits and self._is_saved(prompt):
+            offers = self._save(prompt, request.num_computed_tokens, tables=tables)
+            self._saves.of_ended += self._saves.begin(offers)
         self._running.finished(request.request_id)
         self._granted.gone(request.request_id)
         self._tables.forget(request.request_id)
@@ -391,16 +395,17 @@ class SchedulerHalf:
         if prompt.claim.store_was_asked:
             answer, stop = request.num_output_tokens, stop_of(request)
             self.store.ended(Ended(prompt.number, answer, stop))
-        told, copying = dict[str, Any](), self._is_copying(request.request_id)
+        pending = self._pending.values()
+        told, copying = (
+            dict[str, Any](),
+            any(request.request_id in one.request_ids for one in pending),
+        )
         for finished in self._hooks["finished"]:
             told |= finished(prompt, saving=copying) or {}
         return told or None
 
-    def _is_copying(self, request_id: str) -> bool:
-        return any(pending.request_id == request_id for pending in self._pending.values())
-
     def counts(self) -> dict[str, int]:
-        return {k: v for extension in self.extensions for k, v in extension.counts().items()}
+        return {k: v for counts in self._hooks["counts"] for k, v in counts().items()}
 
     def clear(self) -> None:
         """Drop every chunk in every tier, and what is being saved."""

@@ -54,6 +54,7 @@ class OwnHost:
             pool=pool.hosts[self._host] if isinstance(pool, HostPools) else pool,
             loads=[self._job(job) for job in metadata.loads],
             saves=[self._job(job) for job in metadata.saves],
+            ended_saves=[self._job(job) for job in metadata.ended_saves],
         )
 
     def _job(self, job: Job) -> Job:

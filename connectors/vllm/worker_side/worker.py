@@ -125,6 +125,7 @@ class WorkerHalf:
         self._token_s: float | None = None
         """Seconds a token of the last load that a device copied by itself."""
         self._replacements = 0
+        self._refuses_loads = self._is_open = False
 
     def layout(self) -> RankLayout:
         """vLLM's ``get_handshake_metadata``."""
@@ -143,13 +144,21 @@ class WorkerHalf:
 
     # ---- one engine step -------------------------------------------------------------------------
 
-    def begin(self, metadata: StepMetadata) -> None:
-        """vLLM's ``bind_connector_metadata``: a step begins, and has queued nothing that writes
-        into blocks."""
-        self._step_began = self._clock()
-        if metadata.may_reuse:
-            self._settle()
+    def open(self, metadata: StepMetadata) -> None:
+        """vLLM's ``handle_preemptions``: a step has queued nothing that writes into blocks."""
+        self._is_open = True
         self._pools.look()
+        self._refuses_loads = self._has_other_weights(metadata)
+        if metadata.ended_saves:
+            self._begin_saves(metadata.ended_saves, metadata)
+        if metadata.may_reuse or metadata.ended_saves:
+            self._settle()
+
+    def begin(self, metadata: StepMetadata) -> None:
+        """vLLM's ``bind_connector_metadata``, the first hook of a step before 0.32."""
+        if not self._is_open:
+            self.open(metadata)
+        self._is_open, self._step_began = False, self._clock()
 
     def load(self, metadata: StepMetadata) -> None:
         """vLLM's ``start_load_kv``: begin this step's loads, and continue those of earlier steps.
@@ -166,7 +175,7 @@ class WorkerHalf:
         self._ends.report.unmapped = self._pools.map_early(metadata.pool)
         for load in metadata.loads:
             self._ends.expect(load)
-        refused = self._has_other_weights(metadata)
+        refused = self._refuses_loads
         if refused:
             copying = [one.job for one in self._copying]
             self._copying.clear()
@@ -241,7 +250,8 @@ class WorkerHalf:
 
     def _has_other_weights(self, metadata: StepMetadata) -> bool:
         works = any(extension.has_work(metadata) for extension in self._extensions)
-        looks = bool(metadata.loads or metadata.saves or self._copying or works)
+        moves = metadata.loads or metadata.saves or metadata.ended_saves
+        looks = bool(moves or self._copying or works)
         if not self._model.replaced(looks=looks):
             return False
         self._replacements += 1
@@ -256,8 +266,14 @@ class WorkerHalf:
         if metadata.computes:
             copied_s = self._ends.report.load_s + self._ends.report.save_s
             self._forward_s = max(0.0, begun - self._step_began - copied_s)
+        self._begin_saves(metadata.saves, metadata)
+        if not metadata.reads_on:
+            self._settle()
+        self._ends.report.save_s += self._clock() - begun
+
+    def _begin_saves(self, jobs: Sequence[Job], metadata: StepMetadata) -> None:
         refused = metadata.replacements_seen[self._rank] < self._replacements
-        for job in metadata.saves:
+        for job in jobs:
             if refused:
                 self._ends.ended(job, failed=True)
                 continue
@@ -275,9 +291,6 @@ class WorkerHalf:
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
                 self._ends.ended(job, failed=True)
-        if not metadata.reads_on:
-            self._settle()
-        self._ends.report.save_s += self._clock() - begun
 
     def transfers(self) -> tuple[set[str], set[str]]:
         """vLLM's ``get_transfer_results``: requests whose load has ended, and those of them

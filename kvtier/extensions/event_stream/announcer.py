@@ -61,7 +61,7 @@ class Announcer(Extension):
         for key, piece in pieces.items() if not prompt.is_hidden else ():
             self._describe(prompt.request, key, piece)
 
-    def ended(self, job: Pending, *, is_last: bool) -> None:
+    def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
         """Pieces whose save failed are forgotten."""
         is_kept = job.save is None or not (job.failed or job.dropped)
         for key in () if is_kept else job.keys:

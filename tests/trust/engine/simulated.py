@@ -340,6 +340,8 @@ class Engine:
         self._hasher = get_request_block_hasher(self.scheduler.hash_block_size, sha256)
         self._sequences: dict[str, Told] = {}
         self._in_flight: deque[Step] = deque()
+        self._late = dict[str, int]()
+        """By request, the step since which a chunk of it has waited."""
         self._said: dict[str, tuple[list[int], list[int]]] = {}
         """By request, all its tokens when they were last compared, and their hashes."""
         self.depth = self.config.max_concurrent_batches
@@ -570,7 +572,8 @@ class Engine:
             self._take_in(self._in_flight.popleft())
 
     def _check_offered(self, planned):
-        """Whatever chunk a step finishes is offered in that step."""
+        """Whatever chunk a step finishes is offered in that step; of an answer of full attention
+        alone in the first from the next turn on that computes its request."""
         half = ours(self.scheduler.connector)._scheduler
         for work in planned:
             prompt = getattr(half, "_prompts", {}).get(work.request_id)
@@ -579,10 +582,25 @@ class Engine:
             request, duty = prompt.request, half._duty
             known = request.num_tokens if duty.save_decode else request.num_prompt_tokens
             finished = min(work.begin + work.tokens[0], known) // half._layout.chunk_tokens
-            if duty.saves and prompt.progress.saved < finished:
+            if not duty.saves or prompt.progress.saved >= finished:
+                self._late.pop(work.request_id, None)
+                continue
+            now, together = half._due._step, half._due._together
+            since = self._late.setdefault(work.request_id, now)
+            if now // together > (since - 1) // together or work.tokens[0] > duty.answer_tokens:
                 self.violations.append(
                     f"{work.request_id}: {finished - prompt.progress.saved} chunks are late"
                 )
+
+    def _check_last(self, prompt):
+        """Nothing waits when a request ends."""
+        half, request = ours(self.scheduler.connector)._scheduler, prompt.request
+        is_kept = prompt.chain is not None and not prompt.progress.blended and half._duty.saves
+        if not is_kept or not half._duty.save_decode or not half._geometry.is_gradual:
+            return
+        known = min(request.num_computed_tokens, request.num_tokens - self.depth)
+        if prompt.progress.saved < known // half._layout.chunk_tokens:
+            self.violations.append(f"{request.request_id} ended with a chunk that was not offered")
 
     def _count_loads(self, output):
         """Where the tokens of the loads that begin come from, and how those in parts end."""
@@ -702,7 +720,10 @@ class Engine:
             if rank.stage != stage:
                 continue
             connector = rank.connector
-            connector.bind_connector_metadata(pickle.loads(metadata))  # noqa: S301 our own bytes
+            told = pickle.loads(metadata)  # noqa: S301 our own bytes
+            connector.handle_preemptions(told)
+            connector.bind_connector_metadata(told)
+            self.counts["saves of ended requests"] += len(step_metadata(told).ended_saves)
             self.counts["loads"] += len(ours(connector)._get_connector_metadata().loads)
             with self._failing(rank):
                 if step.output.has_sync_kv_loads:
@@ -848,6 +869,7 @@ class Engine:
             for name, request in before.items()
             if request is not None
         }
+        prompts = dict(getattr(ours(self.scheduler.connector)._scheduler, "_prompts", {}))
         self.scheduler.update_from_output(step.output, merged)
         bad = {work.request_id: work.bad for work in step.work if work.bad}
         for name, length in lengths.items():
@@ -858,6 +880,8 @@ class Engine:
                 self.counts["refused"] += 1
             elif request.is_finished():
                 self.counts["finished"] += 1
+                if name in prompts:
+                    self._check_last(prompts[name])
                 self.conversations.append(list(request.all_token_ids))
         if self.cell.drafts and not self.cell.async_scheduling and names:
             drafted = [name for name in names if name in self._sequences]

@@ -70,7 +70,7 @@ def loaded(log, clock, tokens, number=1, **declined):
     log.answered(prompt, [], 0)
     log.step(anything, [BegunLoad(number, prompt, 1)])
     clock.now += 0.012
-    log.ended(Pending(number, "one", []), is_last=True)
+    log.ended(Pending(number, ["one"], []), last_of=["one"])
     return prompt
 
 

@@ -85,7 +85,7 @@ def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing():
     (job,) = engine.step(CHUNK - 1, 2, []).saves
     assert not engine.step(CHUNK + 1, 1, []).saves
     engine.half.report(metadata.StepReport(failed=Counter({job.number: 2})))
-    (again,) = engine.step(CHUNK + 2, 1, []).saves
+    (again,) = (job for _ in range(8) for job in engine.step(CHUNK + 2, 1, []).saves)
     assert blocks([again], 0) == blocks([job], 0) == ATTENTION[:2]
 
 
@@ -206,7 +206,9 @@ def test_the_steps_of_a_long_prompt_wait_for_no_save_but_the_last():
 
 def test_a_request_that_ends_its_prompt_beside_a_longer_one_is_waited_for():
     engine = Engine()
-    assert told(engine.step({"a": CHUNK, "b": LONG})) == (True, False, False)
+    step = engine.step({"a": CHUNK, "b": LONG})
+    assert told(step) == (True, False, False)
+    assert len(step.saves) == 1, "both in one"
     assert told(engine.step({"a": CHUNK})) == (True, True, False)
 
 
@@ -232,3 +234,67 @@ def test_all_earlier_requests_are_looked_at_and_not_only_the_last_steps():
 def test_blocks_that_leave_a_window_are_waited_for():
     engine = Engine(FULL, WINDOW)
     assert told(engine.step({"a": CHUNK})) == (True, False, False)
+
+
+class Answering(Two):
+    """An engine of full attention whose request has answered until its fourth chunk was whole."""
+
+    def __init__(self):
+        super().__init__(groups.Geometry((FULL,), CHUNK))
+        self.request.all_token_ids = [*range(100, 100 + 4 * CHUNK + 9)]
+        self.jobs = self.step(0, len(TOKENS), []).saves
+        for computed in range(len(TOKENS), 4 * CHUNK):
+            self.request.num_tokens = computed + 1
+            self.jobs += self.step(computed, 1, []).saves
+        self.request.num_computed_tokens = 4 * CHUNK
+
+    def idle(self):
+        return self.half.step(planned())
+
+    def saved(self, job):
+        """How many of its chunks can be found when both ranks have reported it."""
+        keys = self.half._pending[job.number].keys
+        self.half.report(metadata.StepReport(done=Counter({job.number: 2})))
+        return self.store.lookup(keys).ready
+
+
+def test_answers_are_saved_in_one_step_of_eight_and_what_waits_when_they_end():
+    engine = Answering()
+    assert blocks(engine.jobs, 0) == ATTENTION[:6], "its fourth chunk waits"
+    engine.half.finished(engine.request, (ATTENTION, []))
+    assert engine.half.expects_reports()
+    step = engine.idle()
+    (job,) = step.ended_saves
+    assert (blocks([job], 0), step.saves) == (ATTENTION[6:8], [])
+    assert engine.saved(job) == 1
+    assert not engine.idle().ended_saves, "once"
+    going_on = Answering()
+    for computed in range(4 * CHUNK, 4 * CHUNK + 8):
+        going_on.request.num_tokens = computed + 1
+        going_on.jobs += going_on.step(computed, 1, []).saves
+    assert blocks(going_on.jobs, 0) == ATTENTION
+    going_on.half.finished(going_on.request, (ATTENTION, []))
+    assert not going_on.idle().ended_saves, "nothing waits"
+
+
+def test_blocks_that_a_request_has_lost_are_not_saved_at_its_end():
+    engine = Answering()
+    engine.half.allocated(engine.request, None, 0)  # others, since it was preempted
+    engine.half.finished(engine.request, (ATTENTION, []))
+    assert not engine.idle().ended_saves
+
+
+def test_an_answer_that_its_turn_finds_outside_of_the_step_is_looked_at_in_the_next():
+    """As where pipeline stages take turns."""
+    engine = Answering()
+    assert not any(engine.idle().saves for _ in range(8))
+    engine.request.num_tokens = 4 * CHUNK + 1
+    assert blocks(engine.step(4 * CHUNK, 1, []).saves, 0) == ATTENTION[6:8]
+
+
+def test_what_waits_when_a_request_ends_is_forgotten_if_the_model_has_other_weights_by_then():
+    engine = Answering()
+    engine.half.finished(engine.request, (ATTENTION, []))
+    engine.half.report(metadata.StepReport(replacements=Counter({0: 1})))
+    (job,) = engine.idle().ended_saves
+    assert not engine.saved(job)

@@ -31,7 +31,7 @@ class Audit(Extension):
     def saving(self, prompt, saved, computed, pieces):
         self.seen.append(("saving", saved, computed, len(pieces)))
 
-    def ended(self, job, *, is_last):
+    def ended(self, job, *, last_of):
         self.seen.append(("ended", "load" if job.load else "save", job.failed))
 
     def finished(self, prompt, *, saving):
