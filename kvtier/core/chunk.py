@@ -246,8 +246,12 @@ class KeyChain:
 
 def _packed(tokens: Sequence[int]) -> memoryview:
     """Token ids as they are hashed: 4 bytes each, little-endian."""
+    words = array("I")
     try:
-        words = array("I", tokens)
+        if isinstance(tokens, list):
+            words.fromlist(tokens)  # takes two thirds of the time
+        else:
+            words = array("I", tokens)
     except (OverflowError, TypeError) as error:
         raise ConfigError(f"token ids must be integers in 0 .. 2**32-1: {error}") from None
     if sys.byteorder == "big":

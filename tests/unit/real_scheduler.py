@@ -114,9 +114,8 @@ class Core:
         ends = [*metadata.ends, *(job.end for job in metadata.loads if job.end is not None)]
         left = {block for end in ends for block in end.blocks[end.kept :]}
         waited_for = [*metadata.loads, *metadata.spans, *metadata.passes]
-        loads, saves = (
-            Counter({job.number: 1 for job in jobs}) for jobs in (waited_for, metadata.saves)
-        )
+        saved = [*metadata.saves, *metadata.ended_saves]
+        loads, saves = (Counter({job.number: 1 for job in jobs}) for jobs in (waited_for, saved))
         self.replacements += replaced
         told = StepReport(
             step=metadata.number, replacements=Counter({0: self.replacements} if replaced else {})

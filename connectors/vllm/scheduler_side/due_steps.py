@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from kvtier.connectors.vllm.groups import Geometry, Kind
@@ -46,15 +47,15 @@ class DueSteps:
             self._looked = self._step
         if not self._turn:
             return prompts
-        self._turn = {one: None for one in self._turn if self.is_due(one)}
+        self._turn = {one: None for one in self._turn if self._due.get(one, math.inf) <= self._step}
         found = [one for one in self._turn if one in scheduled][:_MOST_ANSWERS]
         for request_id in found:
             del self._turn[request_id]
         return [*prompts, *found]
 
-    def is_due(self, request_id: str) -> bool:
-        """Whether it can have finished a chunk, and was not looked at since."""
-        return self._due.get(request_id, self._step + 1) <= self._step
+    def __contains__(self, request_id: str) -> bool:
+        """Whether it was looked at since it has its blocks, and can finish more."""
+        return request_id in self._due
 
     def wait(self, request_id: str, tokens: int | None) -> None:
         """``tokens`` are missing until the request is due, which is in the next step at the

@@ -118,7 +118,8 @@ class SchedulerHalf:
             asked(prompt, keys)
         if not prompt.is_hidden and self._is_coming_for_others(keys, computed):
             return None
-        arrivals = ARRIVALS if first and self._is_idle else 0
+        is_idle = self._duty.steps_alone and not self._running and not self._pending
+        arrivals = ARRIVALS if first and is_idle else 0
         while (promised := self._claimed(prompt, keys, computed, first)) is None and arrivals:
             self.store.wait(ARRIVAL_S)
             arrivals -= 1
@@ -135,10 +136,6 @@ class SchedulerHalf:
                 return own
         return self._claims.promise(prompt, keys, computed, busy=busy, first=first)
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._duty.steps_alone and not self._running and not self._pending
-
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
         """Whether vLLM will have the next piece in its own blocks, by another request's load."""
         is_there = len(keys) > computed // self._layout.chunk_tokens
@@ -149,7 +146,8 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: ``tokens`` tokens are to be loaded into them."""
-        prompt, geometry = self._prompt(request), self._geometry
+        prompt = self._prompts.get(request.request_id) or self._prompt(request)
+        geometry = self._geometry
         self._due.forget(request.request_id)
         prompt.progress.sources = {}
         claim = prompt.claim
@@ -193,9 +191,10 @@ class SchedulerHalf:
         if last <= prompt.claim.begin and not tokens:
             return
         end = prompt.claim.begin + tokens
-        keys = prompt.chain.keys if prompt.chain is not None else []
-        rest = keys[end // size : -(-last // size)] if end < last else []
-        asked = max(tokens, last - prompt.claim.begin)
+        keys, claim = prompt.chain.keys if prompt.chain is not None else [], prompt.claim
+        is_new = claim.why == "cold" and not claim.declined and self._geometry.is_gradual
+        rest = keys[end // size : -(-last // size)] if end < last and not is_new else []
+        asked = max(tokens, last - claim.begin)
         self.store.served(Served(asked, prompt.progress.sources, rest, size, end))
 
     def sources(self, request: Any) -> dict[str, int]:
@@ -378,11 +377,11 @@ class SchedulerHalf:
     def finished(self, request: Any, tables: Tables = ()) -> dict[str, Any] | None:
         """vLLM's ``request_finished``, for aborted requests too. Returns what the answer says.
 
-        What is due and waits for its turn is saved from its blocks (``tables``) before the next
-        step writes into any."""
+        What waits for its turn is saved from its blocks (``tables``) before the next step writes
+        into any."""
         prompt = self._prompts.pop(request.request_id, None)
-        waits = self._geometry.is_gradual and self._due.is_due(request.request_id)
-        if prompt is not None and tables and waits and self._is_saved(prompt):
+        waits = tables and self._geometry.is_gradual and request.request_id in self._due
+        if prompt is not None and waits and self._is_saved(prompt):
             offers = self._save(prompt, request.num_computed_tokens, tables=tables)
             self._saves.of_ended += self._saves.begin(offers)
         self._running.finished(request.request_id)
@@ -405,7 +404,7 @@ class SchedulerHalf:
         return told or None
 
     def counts(self) -> dict[str, int]:
-        return {k: v for counts in self._hooks["counts"] for k, v in counts().items()}
+        return {k: v for extension in self.extensions for k, v in extension.counts().items()}
 
     def clear(self) -> None:
         """Drop every chunk in every tier, and what is being saved."""

@@ -407,10 +407,11 @@ class Spans(Extension):
         return now
 
     def report(self, report: StepReport) -> None:
+        if not self._pending:
+            return
         for pending in self._pending.values() if report.replacements else ():
             pending.stale = True
-        ended = report.done.keys() | report.failed.keys() if self._pending else set[int]()
-        for number in ended & self._pending.keys():
+        for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
             pending = self._pending[number]
             pending.done += report.done[number]
             pending.failed += report.failed[number]
