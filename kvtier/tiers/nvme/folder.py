@@ -34,8 +34,8 @@ def is_silent(folder: Path) -> bool:
 
 
 def asked(folder: Path, look: Callable[[], R], otherwise: Q) -> R | Q:
-    """Result of ``look`` at ``folder``, or what it raises. ``otherwise``: the file system is silent.
-    Below that folder nothing more is asked before it answers."""
+    """Result of ``look`` at ``folder``, or what it raises. ``otherwise``: the file system is
+    silent. Below that folder nothing more is asked before it answers."""
     if is_silent(folder):
         return otherwise
     lane = Lane("look", 1, urgent_bound=0, bound=1)
