@@ -58,11 +58,12 @@ class Two:
         self.request = vllm_request(TOKENS)
         assert self.half.matched(self.request, 0) == (0, False)
 
-    def step(self, computed, more, states):
+    def step(self, computed, more, states, resumed=()):
         """One step that computes ``more`` tokens."""
         self.request.num_computed_tokens = computed
-        cached = {"req_ids": ["one"], "num_computed_tokens": [computed]}
-        return self.half.step(planned((), {"one": more}, Told(states), **cached))
+        cached = {"num_computed_tokens": [computed], "resumed_req_ids": set(resumed)}
+        plan = planned((), {"one": more}, Told(states), req_ids=["one"], **cached)
+        return self.half.step(plan)
 
 
 def blocks(jobs, place):
@@ -77,6 +78,13 @@ def test_a_state_is_saved_from_the_block_in_which_vllm_left_it():
     saves = engine.step(0, 2 * CHUNK, [(1, STATES[3], 2 * CHUNK)]).saves
     assert blocks(saves, 1) == [STATES[3]]
     assert blocks(saves, 0) == ATTENTION[:4]
+
+
+@pytest.mark.parametrize(("resumed", "kept"), [((), [STATES[3]]), (("one",), [])])
+def test_a_state_that_waits_for_its_tokens_is_forgotten_with_its_requests_blocks(resumed, kept):
+    engine = Two()
+    assert blocks(engine.step(0, CHUNK, [(1, STATES[3], 2 * CHUNK)]).saves, 1) == []
+    assert blocks(engine.step(CHUNK, CHUNK, [], resumed).saves, 1) == kept
 
 
 def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing():
