@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -65,32 +64,26 @@ def told(**arguments):
         one.restore()
 
 
-def hicache():
-    from kvtier.extensions.sglang import hicache  # torchvision's stand-in comes first
-
-    return hicache
-
-
 def settings(server, **more):
     return cpu.PLUGIN | {"server": f"unix://{server.socket}"} | more
 
 
 @contextlib.contextmanager
-def running(pool, server, *, extra=None, **more) -> Iterator[Any]:
-    one = cpu.controller(pool, "dynamic", settings(server, **(extra or {})), **more)
+def detaching(one):
     try:
         yield one
     finally:
         one.detach_storage_backend()
 
 
-@contextlib.contextmanager
+def running(pool, server, *, extra=None, **more):
+    """A controller over one pool, or over several by name."""
+    make = cpu.hybrid if isinstance(pool, dict) else cpu.controller
+    return detaching(make(pool, "dynamic", settings(server, **(extra or {})), **more))
+
+
 def filing(pool, folder, **more):
-    one = cpu.controller(pool, "file", {"file_storage_path": str(folder)}, **more)
-    try:
-        yield one
-    finally:
-        one.detach_storage_backend()
+    return detaching(cpu.controller(pool, "file", {"file_storage_path": str(folder)}, **more))
 
 
 def prompt(pages, page=cpu.PAGE):
@@ -114,6 +107,14 @@ def hits(pool, server, tokens, **more):
         assert found == read
         pool.clear()
         return found
+
+
+def test_all_arguments_that_do_not_decide_are_sglangs():
+    from sglang.srt.server_args import ServerArgs  # after torchvision's stand-in
+
+    from kvtier.extensions.sglang.engine_identity import DOES_NOT
+
+    assert set(ServerArgs.__struct_fields__) >= DOES_NOT
 
 
 # ---- beside HiCacheFile --------------------------------------------------------------------------
@@ -334,7 +335,7 @@ def test_side_pools_with_holes_end_where_files_end(server, tmp_path):
     layout, choose = "page_first", random.Random(7)
     pools = {PoolName.KV: cpu.mha(layout), PoolName.INDEXER: cpu.mha(layout, heads=1),
              PoolName.SWA: cpu.mha(layout, heads=2)}  # fmt: skip
-    with hybrid(pools, server) as one, filing(pools[PoolName.KV], tmp_path) as file:
+    with running(pools, server) as one, filing(pools[PoolName.KV], tmp_path) as file:
         both = [one.storage_backend, file.storage_backend]
         for name, pool in pools.items():
             both[1].register_mem_host_pool_v2(pool, name)
@@ -360,22 +361,13 @@ def test_side_pools_with_holes_end_where_files_end(server, tmp_path):
         assert both[0].batch_exists_v2(names, [unknown]).kv_hit_pages == 0
 
 
-@contextlib.contextmanager
-def hybrid(pools, server, **more):
-    one = cpu.hybrid(pools, "dynamic", settings(server, **more))
-    try:
-        yield one
-    finally:
-        one.detach_storage_backend()
-
-
 def test_two_pools_attach_at_once_to_a_fresh_server():
     """Each is a size of chunks, for which the server has to make room."""
     kv, index = cpu.mha("page_first_direct"), cpu.mha("page_first_direct", heads=1)
     for pool in (kv, index):
         cpu.scramble(pool)
     tokens, pools = prompt(10), {PoolName.KV: kv, PoolName.INDEXER: index}
-    with serving(ram_bytes=64 << 20) as fresh, hybrid(pools, fresh) as one:
+    with serving(ram_bytes=64 << 20) as fresh, running(pools, fresh) as one:
         begin, side = kv.alloc(len(tokens)), [cpu.sidecar(PoolName.INDEXER)]
         one.write_storage(begin, tokens, cpu.hashes_of(tokens), None, extra_pools=side)
         assert one.ack_backup_queue.get(timeout=cpu.WAIT_S).completed_tokens == len(tokens)
@@ -630,12 +622,13 @@ def test_over_tcp_bytes_are_equal(tmp_path, tls):
 
 
 def test_metrics_count_batches_and_clear_forgets(server):
-    pool = cpu.mha("page_first")
-    tokens = prompt(4)
+    from sglang.srt.observability.metrics_collector import StorageMetrics  # after its stand-in
+
+    pool, tokens = cpu.mha("page_first"), prompt(4)
     with running(pool, server) as one:
         storage = one.storage_backend
         assert storage.get_stats() is None
-        storage._stats = hicache()._metrics()
+        storage._stats = StorageMetrics()
         cpu.backup(one, tokens, pool.alloc(len(tokens)))
         cpu.prefetch(one, tokens)
         stats = storage.get_stats()

@@ -99,7 +99,6 @@ def test_a_python_without_sglang_or_kvtier_is_refused(start, home):
 @pytest.mark.parametrize(
     ("words", "given", "size", "why"),
     [
-        ([], DISK, 2 << 30, "2 GiB as a bounce for NVMe"),
         (["--tp-size", "4"], DISK, 4 << 30, "4 GiB as a bounce"),
         ([], {}, None, "no NVMe is below it: give --hicache-host-memory-mode buffer_only"),
         (["--hicache-host-memory-mode", "buffer_only"], DISK, None, "its RAM is the cache"),
