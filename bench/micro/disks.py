@@ -32,11 +32,9 @@ from kvtier.bench.micro.nvme import (
     make_keys,
 )
 from kvtier.bench.report import Row, median_row, print_rows, write_results
-from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.disks import Disk
 from kvtier.tiers.nvme.several import lane_threads
-from kvtier.tiers.nvme.tier import NvmeTier
 
 _MIB = 1 << 20
 _ARMS = {
@@ -90,10 +88,7 @@ def measure(
     room = chunks * (_MIB + 4096) + _MIB
     keys, buffers = make_keys(chunks), make_buffers(threads, _MIB)
     shuffled = random.Random(0).sample(keys, chunks)
-    if len(places) == 1:
-        tier: Tier = NvmeTier(places[0], room, _MIB)
-    else:
-        tier = DiskSet(list(map(DiskPlace, places, [room] * len(places), most)), _MIB)
+    tier = DiskSet(list(map(DiskPlace, places, [room] * len(places), most)), _MIB)
     files: Any = kvtier.tiers.nvme.files
     files.os = throttle
     found = list[float]()

@@ -142,7 +142,8 @@ def bandwidth(folder: Path, rounds: int, threads: int) -> list[Row]:
         keys, best = make_keys(chunks), make_buffers(BUFFERS, chunk_bytes, huge=True)
         folder.mkdir()
         room, huge = chunks * (chunk_bytes + 4096) + (1 << 20), pool.in_huge_pages
-        one = NvmeTier(folder / "tier", room, chunk_bytes, in_huge_pages=huge)
+        place = DiskPlace(folder / "tier", room, threads)
+        one = DiskSet([place], chunk_bytes, in_huge_pages=huge)
         places = [DiskPlace(folder / f"half{at}", room, threads // 2) for at in range(2)]
         both = DiskSet(places, chunk_bytes, in_huge_pages=huge)
         raw_write, raw_read = ends.enter_context(raw_disk(folder / "raw", chunk_bytes, chunks))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -61,6 +62,15 @@ class OwnFolder:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+    @contextmanager
+    def opened(self, name: str, flags: int, *, make: bool = False) -> Iterator[int]:
+        """As :meth:`open`, until the end of the block."""
+        fd = self.open(name, flags, make=make)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
         """A descriptor of a regular file that is this user's alone and has no other name.

@@ -337,13 +337,13 @@ def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path, clock, monkeypatc
 def test_a_folder_that_is_silent_at_the_start_is_used_when_it_answers(
     tmp_path, monkeypatch, folders
 ):
-    monkeypatch.setattr("kvtier.tiers.nvme.folder.ANSWER_S", 0.5)
     places = [tmp_path / f"disk{at}" for at in range(folders)]
     section, around = NvmeSection(path=",".join(map(str, places)), bytes_=BOTH), Opening(SLOT, b"")
     before = parts.open(section, around).tier
     fill(before, KEYS[:20])
     before.close(KEYS[:20])
-    with silent(places[0]):
+    with silent(places[0]), monkeypatch.context() as patch:
+        patch.setattr("kvtier.tiers.nvme.folder.ANSWER_S", 2.0)
         looked = parts.findings(section, None)
         assert [found.state for found in looked if "does not answer" in found.seen] == ["fail"]
         assert "disk0: its file system does not answer" in parts.away(section)

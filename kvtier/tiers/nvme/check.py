@@ -137,7 +137,7 @@ def discard(folder: Path, owner: int | None = None) -> int:
 def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
     """Open folder, and index descriptor under the lock of a running tier."""
     try:
-        with TierFolder(folder) as files, _descriptor(files.open(INDEX_NAME, mode)) as index:
+        with TierFolder(folder) as files, files.opened(INDEX_NAME, mode) as index:
             if who := lock(index):
                 raise TierError(f"{folder}: in use by {who}; stop it first")
             yield files, index
@@ -149,14 +149,6 @@ def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
             f"{folder}: no memory for its table of {size:,} bytes; free some, or remove the folder "
             "by hand"
         ) from error
-
-
-@contextmanager
-def _descriptor(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records]:
@@ -187,20 +179,15 @@ def _count(report: Report, files: TierFolder, table: memoryview, records: Record
 def _corrupt(
     files: TierFolder, records: Records, order: Sequence[int], slot_bytes: int
 ) -> list[int]:
-    if not order:
-        return []
-    try:
-        opened = files.open(SLOTS_NAME, os.O_RDONLY)
-    except OSError:
-        return [int(records.slots[at]) for at in order]
-    with _descriptor(opened) as payload:
+    with suppress(OSError), files.opened(SLOTS_NAME, os.O_RDONLY) as payload:
         whole = memoryview(mmap.mmap(-1, slot_bytes))
-        return [
-            int(records.slots[at])
+        order = [
+            at
             for at in order
             if not _read(payload, int(records.slots[at]) * slot_bytes, whole)
             or payload_checksum(records.keys[at], whole) != records.checksums[at].tobytes()
         ]
+    return [int(records.slots[at]) for at in order]
 
 
 def _read(payload: int, offset: int, into: memoryview) -> bool:
@@ -215,7 +202,7 @@ def _compare_sizes(report: Report, files: TierFolder) -> None:
     wanted = {INDEX_NAME: table_bytes(report.slots), SLOTS_NAME: report.slots * report.slot_bytes}
     for name, size in wanted.items():
         found = 0
-        with suppress(FileNotFoundError), _descriptor(files.open(name, os.O_RDONLY)) as fd:
+        with suppress(FileNotFoundError), files.opened(name, os.O_RDONLY) as fd:
             found = os.fstat(fd).st_size
         if found < size:
             report.problems.append(

@@ -75,13 +75,8 @@ class DiskSet(Tier):
         self._lent, self._closed = lent, False
 
         def opened(place: DiskPlace, lent: bool) -> NvmeTier:
-            return NvmeTier(
-                place.folder,
-                place.bytes_,
-                slot_bytes,
-                lent=lent,
-                in_huge_pages=in_huge_pages,
-            )
+            folder, bytes_, _ = place
+            return NvmeTier(folder, bytes_, slot_bytes, lent=lent, in_huge_pages=in_huge_pages)
 
         self.disks = [
             SetDisk(
@@ -93,7 +88,7 @@ class DiskSet(Tier):
             )
             for place in places
         ]
-        self._events = EventCounts(EVENTS, _LOG, "NVMe tier of several disks")
+        self._events = EventCounts(EVENTS, _LOG, "NVMe tier's disks")
         self._turn = 0.0
         self._lost: list[ChunkKey] = []
         self._found: list[tuple[SetDisk, Sequence[ChunkKey]]] = []
@@ -112,19 +107,15 @@ class DiskSet(Tier):
                 (disk.calls or disk.owed) and not is_silent(disk.folder) for disk in self.disks
             ) and ((left := until - time.monotonic()) > 0):
                 self._tried.wait(left)
-            for disk in self.disks:
-                if disk.away:
-                    disk.leave_alone(disk.away)
-        if all(disk.away and disk.idle for disk in self.disks):
+            away = [disk for disk in self.disks if disk.away]
+            for disk in away:
+                disk.leave_alone(disk.away)
+        if len(away) == len(self.disks) and all(disk.idle for disk in away):
             self.close()
-            raise TierError("; ".join(disk.away for disk in self.disks))
-        for disk in self.disks:
-            if disk.away:
-                _LOG.warning(
-                    "NVMe tier %s: %s; the other disks serve without it, and it is tried again",
-                    disk.folder,
-                    disk.away,
-                )
+            raise TierError("; ".join(disk.away for disk in away))
+        for disk in away:
+            said = "the other disks serve without it, and it is tried again"
+            _LOG.warning("NVMe tier %s: %s; %s", disk.folder, disk.away, said)
 
     # ---- chunks ----------------------------------------------------------------------------------
 

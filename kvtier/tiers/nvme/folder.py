@@ -22,7 +22,7 @@ from kvtier.tiers.own_folder import OwnFolder
 INDEX_NAME = "index.kvtier"
 SLOTS_NAME = "slots.kvtier"
 LEARNT_NAME = "learnt.kvtier"
-ANSWER_S = 2.0
+ANSWER_S = 5.0
 """A file system that takes longer to answer is silent."""
 R = TypeVar("R")
 Q = TypeVar("Q")
@@ -110,13 +110,13 @@ class Learnt(msgspec.Struct):
 
 
 def read_learnt(folder: Path) -> Learnt:
+    return asked(folder, lambda: _read_learnt(folder), Learnt())
+
+
+def _read_learnt(folder: Path) -> Learnt:
     try:
-        with TierFolder(folder) as files:
-            fd = files.open(LEARNT_NAME, os.O_RDONLY)
-            try:
-                page = os.pread(fd, PAGE_BYTES, 0)
-            finally:
-                os.close(fd)
+        with TierFolder(folder) as files, files.opened(LEARNT_NAME, os.O_RDONLY) as fd:
+            page = os.pread(fd, PAGE_BYTES, 0)
         body = page[_CHECKSUM_BYTES:]
         if xxh3_128_digest(body) != page[:_CHECKSUM_BYTES] or not body.startswith(_FORMAT):
             return Learnt()
@@ -130,12 +130,12 @@ def write_learnt(folder: Path, learnt: Learnt) -> None:
     """Replace the page. A failure costs only the next start's knowledge."""
     body = _FORMAT + msgspec.json.encode(_bounded(learnt))
     page = body.ljust(PAGE_BYTES - _CHECKSUM_BYTES)
-    with suppress(OSError, TierError), TierFolder(folder) as files:
-        fd = files.open(LEARNT_NAME, os.O_WRONLY, make=True)
-        try:
-            os.pwrite(fd, xxh3_128_digest(page) + page, 0)
-        finally:
-            os.close(fd)
+    with (
+        suppress(OSError, TierError),
+        TierFolder(folder) as files,
+        files.opened(LEARNT_NAME, os.O_WRONLY, make=True) as fd,
+    ):
+        os.pwrite(fd, xxh3_128_digest(page) + page, 0)
 
 
 def _bounded(found: Learnt) -> Learnt:

@@ -30,12 +30,12 @@ def holder(folder: Path) -> str:
 
 
 def _holder(folder: Path) -> str:
-    with suppress(OSError, TierError), TierFolder(folder) as files:
-        index = files.open(INDEX_NAME, os.O_RDONLY)
-        try:
-            return lock(index)
-        finally:
-            os.close(index)
+    with (
+        suppress(OSError, TierError),
+        TierFolder(folder) as files,
+        files.opened(INDEX_NAME, os.O_RDONLY) as index,
+    ):
+        return lock(index)
     return ""
 
 
