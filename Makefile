@@ -41,7 +41,7 @@ NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help demo demo-all test test-all test-rest test-room test-engines trust identity mutants attack lint audit bench bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
+.PHONY: help demo demo-all test test-all test-rest test-room test-engines trust identity mutants attack lint audit bench bench-suite bench-suite-baseline bench-compare bench-gpu bench-lmi wheel old-vllm vllm-next lmi test-lmi peers redis-server haproxy prometheus chromium clean
 
 help:  ## this list
 	@awk 'BEGIN { FS = ":.*  ## " } /^##@ / { print "\n" substr($$0, 5) } \
@@ -142,6 +142,13 @@ bench: $(READY)  ## the micro benchmarks -> bench/results/
 		echo "$(BIN)/python -m kvtier.bench.micro.$$(basename $$file .py)"; \
 		$(BIN)/python -m kvtier.bench.micro.$$(basename $$file .py); \
 	done
+
+SUITE := $(BIN)/python -m pytest bench/suite -q -p no:cacheprovider -W "ignore:Benchmark machine_info" --benchmark-columns=median,iqr,ops --benchmark-sort=name
+bench-suite: $(READY)  ## the hot paths one by one, beside the committed baseline
+	$(SUITE) --benchmark-compare=bench/results/suite.json
+
+bench-suite-baseline: $(READY)  ## a new baseline -> bench/results/suite.json
+	$(SUITE) --benchmark-json=bench/results/suite.json
 
 bench-gpu: $(READY)  ## the GPU path; needs a CUDA device
 	$(BIN)/python -m kvtier.bench.gpu

@@ -48,23 +48,20 @@ def fill(store: Store, keys: Sequence[ChunkKey]) -> None:
         lease.commit()
 
 
-def lookup_rows(rounds: int) -> list[Row]:
+def lookup_cases() -> dict[str, Callable[[], object]]:
+    """Lookups by name, on stores of their own."""
     draw = random.Random(1)
     store, tokens, other = Store(Pool(256, SLOT)), prompt(draw), prompt(draw)
     fill(store, LAYOUT.keys(tokens))
     keys = LAYOUT.keys(tokens)
-    cases = {
+    return {
         "keys + match, all 128 chunks held": lambda: store.lookup(LAYOUT.keys(tokens)).progress,
         "keys + match, none held": lambda: store.lookup(LAYOUT.keys(other)).progress,
         "match alone, all held": lambda: store.lookup(keys).progress,
     }
-    return [
-        median_row(name, [milliseconds(work) for _ in range(rounds)], "ms", 0.3)
-        for name, work in cases.items()
-    ]
 
 
-def call_rows(rounds: int) -> list[Row]:
+def call_cases() -> dict[str, Callable[[], object]]:
     """Calls of a Store that move no bytes, and a question to a server without the server."""
     draw, lane = random.Random(3), ManualLane(bound=1000)
     store, below = Store(Pool(256, SLOT)), Store(Pool(2 * PROMOTED, SLOT), [(DictTier(1000), lane)])
@@ -91,16 +88,12 @@ def call_rows(rounds: int) -> list[Row]:
         assert isinstance(told, wire.LookupCall)
         wire.split(told.keys)
 
-    cases = {
+    return {
         "load of 128 chunks in RAM": lambda: store.load(runs[0]).close(),
         "save of 128 chunks over others": lambda: fill(store, next(saved)),
         f"load of {PROMOTED} chunks that a tier has": promote,
         "question of 128 keys, there and back": question,
     }
-    return [
-        median_row(name, [milliseconds(work) for _ in range(rounds)], "ms")
-        for name, work in cases.items()
-    ]
 
 
 def memory_rows() -> list[Row]:
@@ -141,7 +134,12 @@ class _Nothing(DictTier):
 
 
 def rows_of(given: argparse.Namespace) -> list[Row]:
-    return lookup_rows(given.rounds) + call_rows(given.rounds) + memory_rows()
+    timed = [(lookup_cases(), 0.3), (call_cases(), None)]
+    return [
+        median_row(name, [milliseconds(work) for _ in range(given.rounds)], "ms", limit)
+        for cases, limit in timed
+        for name, work in cases.items()
+    ] + memory_rows()
 
 
 if __name__ == "__main__":
