@@ -195,7 +195,7 @@ def test_engines_go_on_while_their_servers_disk_is_frozen(freezable):
         engine.kill()
         with attached(server.access()) as client:
             at_rest(client)
-            assert client.stats()["nvme_held"] > 0
+            wait_for(lambda: client.stats()["nvme_held"] > 0, "the disk is there again")
         assert server.stop() == 0
 
 

@@ -156,8 +156,9 @@ class Scripted(Engine):
         for job in mine.loads:
             assert job.request_id is not None
             self.loads[job.request_id].append(job)
-        for job in mine.saves:
-            self.saves[self.half._pending[job.number].request_id].append(job)
+        for job in mine.saves + mine.ended_saves:
+            for name in self.half._pending[job.number].request_ids:
+                self.saves[name].append(job)
         for name, prompt in getattr(self.half, "_prompts", {}).items():
             if prompt.chain is not None:
                 self.keys[name] = list(prompt.chain.keys)

@@ -9,20 +9,22 @@ from kvtier.config.keys import Config
 from kvtier.core.errors import TierError
 from kvtier.extensions.objects import parts
 from kvtier.started import Started
-from kvtier.tiers.nvme.parts import NvmeSection
+from kvtier.tiers.nvme import parts as nvme
 from tests.nvme_place import room
 
 
 def test_the_budget_is_looked_at_once_and_each_size_could_have_all_of_it(tmp_path, monkeypatch):
     """Later the first size has most of the memory and of the disk, and less is free."""
-    memory, disk = iter([64 * 4096, 8 * 4096]), iter([room(64, 4096), room(8, 4096)])
+    memory, disk = iter([64 * 4096, 8 * 4096]), [room(64, 4096)]
     looked = property(lambda own: own.config.ram.bytes_ or next(memory))
     monkeypatch.setattr(Started, "ram_bytes", looked)
-    monkeypatch.setattr(NvmeSection, "room", property(lambda own: own.bytes_ or next(disk)))
+    monkeypatch.setattr(nvme, "free_rooms", lambda folders: ([2 * disk[0]], [0]))
     stores = serve.Stores(
         Started(Config().with_keys(nvme_path=str(tmp_path / "nvme"), nvme_write_limit=1 << 30))
     )
-    first, second = stores(4096), stores(8192, True)
+    first = stores(4096)
+    disk[0] = room(8, 4096)
+    second = stores(8192, True)
     try:
         assert (first.pool.slots, second.pool.slots) == (64, 32)
         assert [tier.capacity for tier in (*first.tiers, *second.tiers)] == [64, 32]

@@ -19,8 +19,9 @@ def test_a_chunk_is_saved_when_its_last_token_is_computed(make, mode):
     test_cached_request_with_spec_decode_does_not_save_scheduled_drafts,
     test_cached_request_without_spec_decode_keeps_current_step_save_overlap,
     test_store_jobs_wait_for_missing_offload_key: the KV of the last sampled token is never
-    computed, and that of a draft may be refused. A step with tokens that are not known when it is
-    planned is saved by a later step, if there is one."""
+    computed, and that of a draft may be refused. A draft that became the last token was computed.
+    Async steps whose tokens are not known when they are planned are saved by a later one, if there
+    is one."""
     engine = make(**mode)
     for first, (prompt, answer) in enumerate([(31, 1), (31, 2), (62, 2), (62, 3), (40, 70)]):
         talk = engine.said(engine.answer(words(prompt, first), answer))
@@ -28,7 +29,8 @@ def test_a_chunk_is_saved_when_its_last_token_is_computed(make, mode):
         whole, rest = divmod(prompt + answer - 1, CHUNK)
         found = sum(engine.loaded(engine.answer([*talk, 7, 8, 9])))
         lost = CHUNK if mode and rest < 2 else 0
-        assert whole * CHUNK - lost <= found <= whole * CHUNK, f"{prompt} and {answer} tokens"
+        most = whole * CHUNK + (CHUNK if "drafts" in mode and rest == CHUNK - 1 else 0)
+        assert whole * CHUNK - lost <= found <= most, f"{prompt} and {answer} tokens"
         engine.crowd_out()
 
 
