@@ -50,6 +50,7 @@ def tls_server(port, certificates):
     """Demands certificates that ``ours`` signed, of clients too."""
     with serving(
         f"tcp://127.0.0.1:{port}",
+        ram_bytes="2MiB",
         server_cert=certificates / "ours-host.pem",
         server_key=certificates / "ours-host.key",
         server_ca=certificates / "ours.pem",
@@ -69,10 +70,10 @@ def context(certificates, trusted, shown):
 @pytest.mark.usefixtures("tls_server")
 def test_a_client_is_counted_by_its_certificate(port, certificates):
     access = cache_server(port, tls=context(certificates, "ours", "ours"))
-    sizes = [4096 * number for number in range(1, 7)]
+    sizes = [4096 * number for number in range(1, 17)]
     assert greetings(access, sizes) == sizes
     with pytest.raises(TierError, match=r"this client \(certificate [0-9a-f]{16}\) has asked"):
-        enter(of_size(access, 4096 * 7))
+        enter(of_size(access, 4096 * 17))
 
 
 def test_one_line_of_configuration_makes_the_client_that_the_address_needs(
