@@ -5,11 +5,11 @@ a model that computes nothing.
 
 Without a connector, with kvtier's, with vLLM's two that offload, and with LMCache's in turn, each
 in a process of its own; some for vLLM's AsyncScheduler too, and for models with windows and states.
-A row is CPU time of the scheduling thread in one step: vLLM's own, and what all hooks of a
-connector add. *Message*: the step's metadata, as vLLM pickles it for workers. *Worker*: a worker's
-hooks in the step; SimpleCPUOffload's copies, which need a GPU, are left out. *Waited*: how long the
-thread waited in the step for others of this process, which had the interpreter or a lock, and for
-answers of a server.
+A row is CPU time of the scheduling thread in one step, the mean of 80, because not every step
+saves: vLLM's own, and what all hooks of a connector add. *Message*: the step's metadata, as vLLM
+pickles it for workers. *Worker*: a worker's hooks in the step; SimpleCPUOffload's copies, which
+need a GPU, are left out. *Waited*: how long the thread waited in the step for others of this
+process, which had the interpreter or a lock, and for answers of a server.
 
 - *decode of N*: N requests that each get one token a step, none of which ends.
 - *eight cold prompts*: of 1,024 tokens each, in one step, of which nothing is known. In the same
@@ -425,7 +425,7 @@ def workloads(
 
 
 def measure(model: str, arm: str, kind: str, trace: str | None) -> None:
-    """Write of each workload the medians over its steps, but the longest call of all; of each hook
+    """Write of each workload the means over its steps, but the longest call of all; of each hook
     the median of its calls, their 99th percentile and the longest. Ends the process, because its
     threads have nothing to finish."""
     told = {}
@@ -433,8 +433,8 @@ def measure(model: str, arm: str, kind: str, trace: str | None) -> None:
         place = PLACES[arm](ends) if arm in PLACES else {}
         engine = SchedulingLoop(Path(model), arm, kind, place)
         for name, found in workloads(engine, trace):
-            middle = Spent(*map(statistics.median, zip(*found, strict=True)))
-            told[name] = middle._asdict() | {
+            mean = Spent(*map(statistics.fmean, zip(*found, strict=True)))
+            told[name] = mean._asdict() | {
                 "longest_s": max(one.longest_s for one in found),
                 "p99_s": percentile([one.added_s for one in found], 99),
                 "hooks_ns": {
