@@ -174,6 +174,10 @@ class SealedTier(ForwardingTier):
     def _is_foreign(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether another key sealed all that can be read of the tried ones, which are of all ages:
         of several disks one may come from elsewhere."""
-        stored, tried = self._room(), keys[:: -(len(keys) // _TRIED_CHUNKS) - 1]
-        ours = [self._is_ours(stored) for key in tried if self.inner.read(key, stored)]
-        return bool(ours) and not any(ours)
+        stored, is_foreign = self._room(), False
+        for key in keys[:: -(len(keys) // _TRIED_CHUNKS) - 1]:
+            if self.inner.read(key, stored):
+                if self._is_ours(stored):
+                    return False
+                is_foreign = True
+        return is_foreign

@@ -173,15 +173,21 @@ def test_what_is_deleted_while_its_disk_is_away_does_not_come_back(tmp_path, fau
     tier.close()
 
 
+def hanging_reads(tier, faulty, keys):
+    """The lane whose threads read ``keys`` of the third disk, which hangs with two calls."""
+    faulty.hung.add(tier.disks[2].folder)
+    lane = Lane("disks", 8, urgent_bound=100, bound=100)
+    for key in keys:
+        lane.submit(lambda key=key: read(tier, key))  # type: ignore[misc]
+    wait_for(lambda: faulty.waiting == 2, "two calls hang")
+    return lane
+
+
 def test_a_disk_that_hangs_holds_its_threads_and_no_others(tmp_path, faulty, clock):
     tier = opened(tmp_path, clock)
     fill(tier, KEYS)
     hung = of(tier, 2)
-    faulty.hung.add(tier.disks[2].folder)
-    lane = Lane("disks", 8, urgent_bound=100, bound=100)
-    for key in hung[:6]:
-        lane.submit(lambda key=key: read(tier, key))  # type: ignore[misc]
-    wait_for(lambda: faulty.waiting == 2, "two calls hang, the others wait for their turn")
+    lane = hanging_reads(tier, faulty, hung[:6])  # four wait for their turn
     assert all(holds(tier, key) for at in (0, 1, 3) for key in of(tier, at)[:3])
     clock.now += FROZEN_S
     assert not any(tier.may_read(key) for key in hung)
@@ -378,11 +384,7 @@ def test_a_close_does_not_wait_for_a_disk_that_hangs(tmp_path, faulty, clock, mo
 def test_nobody_waits_to_delete_on_a_disk_that_is_slow_now(tmp_path, faulty, clock):
     tier = used(tmp_path, clock)
     slow = of(tier, 2)
-    faulty.hung.add(tier.disks[2].folder)
-    lane = Lane("disks", 2, urgent_bound=100, bound=100)
-    for key in slow[:2]:
-        lane.submit(lambda key=key: read(tier, key))  # type: ignore[misc]
-    wait_for(lambda: faulty.waiting == 2, "two calls are slow")
+    lane = hanging_reads(tier, faulty, slow[:2])
     clock.now += 0.2
     for key in slow[2:]:
         tier.delete(key)

@@ -302,7 +302,10 @@ class SchedulerHalf:
             self._turn_off(report.unmapped)
         for reported in self._hooks["report"]:
             reported(report)
-        for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
+        ends = (report.done.keys() | report.failed.keys()) & self._pending.keys()
+        going = self._pending.values() if ends else ()
+        copying = Counter(one for pending in going for one in pending.request_ids)
+        for number in ends:
             pending = self._pending[number]
             pending.done += report.done[number]
             pending.failed += report.failed[number]
@@ -312,8 +315,8 @@ class SchedulerHalf:
                     self._saves.end(pending, pending.save)
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
-                busy = {one for other in self._pending.values() for one in other.request_ids}
-                last_of = [one for one in pending.request_ids if one not in busy]
+                copying.subtract(pending.request_ids)
+                last_of = [one for one in pending.request_ids if not copying[one]]
                 for ended in self._hooks["ended"]:
                     ended(pending, last_of=last_of)
 
@@ -394,11 +397,8 @@ class SchedulerHalf:
         if prompt.claim.store_was_asked:
             answer, stop = request.num_output_tokens, stop_of(request)
             self.store.ended(Ended(prompt.number, answer, stop))
-        pending = self._pending.values()
-        told, copying = (
-            dict[str, Any](),
-            any(request.request_id in one.request_ids for one in pending),
-        )
+        copying = any(request.request_id in one.request_ids for one in self._pending.values())
+        told = dict[str, Any]()
         for finished in self._hooks["finished"]:
             told |= finished(prompt, saving=copying) or {}
         return told or None

@@ -685,3 +685,18 @@ def test_a_step_computes_while_saves_of_blocks_that_stay_are_read_and_none_that_
         rank.streams.run()
         assert rank.held(0) == {number}
         assert bool((rank.cache[2:4] == number + 1).all())
+
+
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_what_ended_requests_had_left_is_read_before_the_step_writes(rank, is_opened):
+    """With the hook that vLLM calls first from 0.32 on, and without it."""
+    rank.streams.do(rank.streams.engine, rank.fill(2, 7))
+    job = replace(rank.job(1, [0], [2, 3]), request_id=None)
+    step = StepMetadata(rank.address, 1, computes=True, may_reuse=False, ended_saves=[job])
+    if is_opened:
+        rank.half.open(step)
+    rank.planned(step, rank.fill(2, 9))
+    rank.streams.run(rank.streams.engine)
+    rank.streams.run()
+    assert (rank.held(0), bool((rank.cache[2:4] == 9).all())) == ({7}, True)
+    assert dict(rank.planned(StepMetadata(rank.address, 2)).done) == {1: 1}
