@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 from contextlib import ExitStack, contextmanager
+from itertools import count
 
 import pytest
 
@@ -194,8 +195,12 @@ def test_engines_go_on_while_their_servers_disk_is_frozen(freezable):
         engine.hear_until(b"h")
         engine.kill()
         with attached(server.access()) as client:
+            fresh = (run(prompt, 2) for prompt in count(600))
+            wait_for(  # a save tries the disk again
+                lambda: goes_on(client, next(fresh)) and client.stats()["nvme_held"] > 0,
+                "the disk is there again",
+            )
             at_rest(client)
-            wait_for(lambda: client.stats()["nvme_held"] > 0, "the disk is there again")
         assert server.stop() == 0
 
 
