@@ -36,9 +36,9 @@ logger.addFilter(LogLimit(20, 60.0))
 R = TypeVar("R")
 
 Fill = Callable[[int, memoryview], bool]
-"""Write chunk ``i`` of the run into this slot. False: it cannot be written."""
+"""Write chunk ``i`` of the run into this slot. Returns False if it cannot be written."""
 Take = Callable[[int, memoryview], bool]
-"""Read chunk ``i`` of the run from this slot. False: it is unusable."""
+"""Read chunk ``i`` of the run from this slot. Returns False if it is unusable."""
 
 KEYS = (
     "server",
@@ -51,18 +51,18 @@ KEYS = (
     "load_timeout_ms",
     "namespace",
 )
-"""kvtier's keys that such a cache's own configuration may have."""
+"""Keys of kvtier's configuration that may stand in the engine's own cache configuration."""
 _POLL_S = 0.005
 _ASKING_S = 0.05
 """Longest wait of a lookup for which the server itself asks Redis."""
 _RAM_PARTS = 8
 _MOST_GAPS = 8
-"""Missing chunks in a run by TCP, behind which nothing is looked for: each is a round trip."""
+"""Missing chunks of a run after which a lookup by TCP ends: each costs a round trip."""
 
 
 def settings(given: Mapping[str, object], prefix: str = "", where: str = "") -> Config:
-    """kvtier's configuration from ``given`` alone, without files and environment. ``prefix`` and
-    ``where`` are how an error names a key. Raises ConfigError."""
+    """Return kvtier's configuration from ``given`` alone, without files and environment. Errors
+    name a key with ``prefix`` before it, and its place as ``where``. Raises ConfigError."""
     unknown = sorted(given.keys() - set(KEYS))
     if unknown:
         raise ConfigError(
@@ -77,13 +77,13 @@ def settings(given: Mapping[str, object], prefix: str = "", where: str = "") -> 
 
 
 def tenant(config: Config) -> dict[str, str]:
-    """Part of a fingerprint: chunks of two namespaces have different keys. Empty without one."""
+    """Return the fingerprint's part that keeps namespaces apart; empty without a namespace."""
     name = config.engine.namespace
     return {} if name is None else {"namespace": name}
 
 
 def connect(config: Config, layout: ChunkLayout) -> CacheServer:
-    """The server that ``config`` names. Raises ConfigError when it refuses us."""
+    """Connect to the server that ``config`` names. Raises ConfigError if it refuses us."""
     assert config.server.address is not None
     entrance = Started(config).access(config.server.address, layout)
     if entrance.address.path:
@@ -92,7 +92,7 @@ def connect(config: Config, layout: ChunkLayout) -> CacheServer:
 
 
 def safely(counts: Counter[str], work: Callable[[], R], otherwise: R) -> R:
-    """Result of ``work``. Nothing raises into the engine: what fails is logged and counted."""
+    """Return the result of ``work``, or ``otherwise`` if it raises, which is logged and counted."""
     try:
         return work()
     except Exception:
@@ -120,8 +120,8 @@ def within(
 def load_each(
     server: CacheServer, keys: Sequence[ChunkKey], take: Take, until: float
 ) -> list[bool]:
-    """Load every chunk that is held, also behind one that is not. Says of each whether ``take`` got
-    it and could use it."""
+    """Load every chunk that is held, also those after a missing one. Returns for each chunk whether
+    ``take`` could use it."""
     places, taken, refused = list(range(len(keys))), [False] * len(keys), set[int]()
     while places and time.monotonic() < until:
         run = places
@@ -142,7 +142,7 @@ def load_each(
 
 
 class Attached:
-    """A server on this host. Its pool is mapped: one copy to or from the cache's memory. Threads:
+    """A server on this host, whose pool is mapped: one copy to or from the cache's memory. Threads:
     any."""
 
     def __init__(self, access: ServerAccess, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class Attached:
 
     @property
     def is_ready(self) -> bool:
-        """Attached. The first client of a size of chunks waits until the server has made room."""
+        """Whether the pool is mapped. A chunk size's first client waits for the server's room."""
         return self._client.pool is not None
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
@@ -164,8 +164,8 @@ class Attached:
                 self._client.wait(_POLL_S)
 
     def known(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of the chunks are held. Redis is asked for those that no other tier has, up to the
-        first one that it has not either."""
+        """Return for each chunk whether it is held. Redis is asked only for chunks that no other
+        tier has, up to the first one that it lacks too."""
         found = list(self._client.known(keys))
         rest = [place for place, held in enumerate(found) if not held]
         for place in rest[: self.find([keys[place] for place in rest]) if rest else 0]:
@@ -173,7 +173,7 @@ class Attached:
         return found
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill, until: float) -> list[bool]:
-        """Save the chunks that are not in RAM. Says of each whether it is held now.
+        """Save the chunks that are not in RAM. Returns for each chunk whether it is held now.
 
         The last part of the run is saved first, because the server takes the last to come for the
         hottest. A part is an eighth of RAM: its slots can be evicted when the next one needs them.
@@ -196,7 +196,7 @@ class Attached:
     def _save_part(
         self, part: list[ChunkKey], places: Mapping[ChunkKey, int], fill: Fill, until: float
     ) -> set[ChunkKey]:
-        """The chunks of the part that are held. Waits for slots."""
+        """Save one part, waiting for slots. Returns those of its chunks that are held."""
         held = set[ChunkKey]()
         while True:
             with self._client.save(part) as lease:
@@ -215,8 +215,8 @@ class Attached:
             self._client.wait(_POLL_S)
 
     def load(self, keys: Sequence[ChunkKey], take: Take, until: float) -> int:
-        """Pass the run's chunks to ``take``, as far as they come in time and it can use them.
-        Returns their number.
+        """Pass the run's chunks to ``take`` until one is late or unusable. Returns the number
+        passed.
 
         The run is loaded in parts. One on NVMe may be larger than RAM, and a lease lets no chunk of
         its own run leave to make room for the others.
@@ -244,7 +244,7 @@ class Attached:
         self._client.close()
 
     def _drain(self, lease: LoadLease, first: int, take: Take, until: float) -> tuple[int, bool]:
-        """Take chunks as they arrive. Returns their number, and whether to ask for more."""
+        """Pass chunks to ``take`` as they arrive. Returns how many, and whether to ask for more."""
         taken = 0
         while True:
             ready, coming = lease.poll()
@@ -274,7 +274,7 @@ class Streamed:
         return self._tier.find(keys)
 
     def known(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of the chunks are held, up to the eighth that is not."""
+        """Return for each chunk whether it is held; False for all after the eighth missing one."""
         found = list[bool]()
         for _ in range(_MOST_GAPS):
             found += [True] * self._tier.find(keys[len(found) :])
@@ -284,7 +284,7 @@ class Streamed:
         return found + [False] * (len(keys) - len(found))
 
     def save(self, keys: Sequence[ChunkKey], fill: Fill, until: float) -> list[bool]:
-        """Save the last chunk first: the server takes the last to come for the hottest."""
+        """Save the last chunk first, because the server takes the last to come for the hottest."""
         buffer = self._take_buffer()
         found = self._tier.find(keys)
         held = [place < found for place in range(len(keys))]
@@ -312,7 +312,7 @@ class Streamed:
             self._tier.delete(key)
 
     def clear(self) -> None:
-        """Nothing: no message does that by TCP."""
+        """Do nothing but warn: no message over TCP clears a server."""
         logger.warning("by tcp:// nothing is cleared: run kvtier clear at the server")
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from kvtier.core.deadline import NEXT_ADDRESS_S
 
 GREETING_S = 3.0
-"""From the connection to the end of the handshake."""
+"""Longest time from the connection to the end of the handshake."""
 _MESSAGE_S = 30.0
-"""From the first byte of a message to its last."""
+"""Longest time from the first byte of a message to its last."""
 _PIECE_BYTES = 64 << 10
 """Bytes that are read at once."""
 _TURN_FRAMES = 16
@@ -35,7 +35,7 @@ class ZmtpError(Exception):
 
 
 class Peer:
-    """One connection. ``most``: bytes of a message. One task reads, any task of the loop writes."""
+    """One connection. ``most``: a message's bytes. One task reads, any task of the loop writes."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int
@@ -45,7 +45,7 @@ class Peer:
         self.heard_at = asyncio.get_running_loop().time()
 
     async def greet(self, own: str, others: Sequence[str]) -> None:
-        """The handshake. ``own``: our type of socket. ``others``: those that the other end may
+        """Shake hands. ``own``: our type of socket. ``others``: the types that the other end may
         have. Raises ZmtpError, OSError, and TimeoutError after :data:`GREETING_S`."""
         async with asyncio.timeout(GREETING_S):
             self._writer.write(_GREETING)
@@ -62,7 +62,7 @@ class Peer:
                 raise ZmtpError(f"a socket of type {kind!r}, expected {' or '.join(others)}")
 
     async def receive(self) -> list[bytearray]:
-        """The frames of the next message. A subscription by a command is given as the message that
+        """Read the next message's frames. A subscription by a command becomes the message that
         older libraries send. Raises ZmtpError, OSError, and TimeoutError for a message without
         end."""
         flags, frame = await self._frame(self._most)
@@ -110,8 +110,8 @@ class Peer:
         return None
 
     async def _frame(self, most: int) -> tuple[int, bytearray]:
-        """Flags and body. A body of more than ``most`` bytes, and a command of more than
-        :data:`_COMMAND_BYTES`, is refused before it is read."""
+        """Read a frame's flags and body. A body of more than ``most`` bytes, or a command of more
+        than :data:`_COMMAND_BYTES`, is refused before it is read."""
         self._frames += 1
         if self._frames % _TURN_FRAMES == 0:
             await asyncio.sleep(0)
@@ -125,7 +125,7 @@ class Peer:
             return flags, await self._exactly(size)
 
     async def _exactly(self, size: int) -> bytearray:
-        """In pieces, so that a long frame is not copied at once."""
+        """Read ``size`` bytes, in pieces, so that a long frame is not copied at once."""
         found = bytearray()
         while len(found) < size:
             piece = await self._reader.read(min(_PIECE_BYTES, size - len(found)))
@@ -142,7 +142,7 @@ class Peer:
 
 
 async def connected(endpoint: str, most: int) -> Peer:
-    """A connection to ``tcp://host:port`` or ``ipc:///path``, not greeted yet. Raises OSError, and
+    """Connect to ``tcp://host:port`` or ``ipc:///path``, without the handshake. Raises OSError, and
     TimeoutError after :data:`GREETING_S`."""
     async with asyncio.timeout(GREETING_S):
         if endpoint.startswith("ipc://"):
@@ -157,7 +157,7 @@ async def connected(endpoint: str, most: int) -> Peer:
 
 
 async def accepted_peer(sock: socket.socket, most: int) -> Peer:
-    """The connection of a client that was accepted, not greeted yet. Raises OSError."""
+    """Make the peer of an accepted client, without the handshake. Raises OSError."""
     if sock.family == socket.AF_UNIX:
         streams = await asyncio.open_unix_connection(sock=sock, limit=_COMMAND_BYTES)
     else:
@@ -180,7 +180,7 @@ def _property(name: str, value: str) -> bytes:
 
 
 def _properties(body: bytearray) -> dict[str, str]:
-    """Of a READY, by names in small letters. Raises ZmtpError."""
+    """Parse a READY's properties, by names in small letters. Raises ZmtpError."""
     found, at = {}, 0
     while at < len(body):
         name = body[at + 1 : at + 1 + body[at]]

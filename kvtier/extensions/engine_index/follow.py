@@ -30,39 +30,39 @@ from kvtier.server.server import Server
 
 logger = logging.getLogger("kvtier.admin.engines")
 _strangers = logging.getLogger("kvtier.admin.engines.follow")
-"""For what engines cause."""
+"""Logger for faults that engines cause, with a limit."""
 _strangers.addFilter(LogLimit(20, 60.0))
 
 EVENTS = ("message", "gap", "dropped", "refused")
-"""Messages applied, gaps between them, pictures dropped, and messages that were not read."""
+"""Counted events: messages applied, gaps between them, pictures dropped, messages refused."""
 QUIET_S = 5.0
-"""A stream that says nothing for so long is asked whether something is missing."""
+"""Silence after which the replay endpoint is asked whether messages are missing."""
 ALONE_S = 10.0
-"""An engine that is not followed for so long is trouble."""
+"""Time without a connection after which an engine is reported as trouble."""
 _REPLY_S = 2.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-"""Before a connection is tried again. Doubles until a message was understood."""
+"""Pause before a connection is tried again. It doubles until a message was understood."""
 _PING_S = 1.0
-"""A connection that says nothing is asked for a sign of life at this interval."""
+"""Interval at which a silent connection is asked for a sign of life."""
 _SILENT_PINGS = 3
-"""Intervals in a row without one."""
+"""Intervals without a sign of life after which a connection ends."""
 _QUIET_PINGS = int(QUIET_S / _PING_S)
 _CATCH_UP_S = 60.0
-"""Longest time to hear what was missed."""
+"""Longest time for a replay of missed messages."""
 _MOST_TEXTS = 8
 _MESSAGE_BYTES = 8 << 20
-"""Bytes of a message. vLLM publishes one for each step."""
+"""Longest message. vLLM publishes one for each step."""
 _MOST_NUMBER = 1 << 63
-"""Numbers of messages are less. vLLM counts from 0."""
+"""Bound of messages' numbers. vLLM counts from 0."""
 _END = (2**64 - 1).to_bytes(8, "big")
-"""The number behind the last message of a replay."""
+"""Number that marks the end of a replay."""
 _FAULTS = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
-"""Raised by messages without sense."""
+"""Errors that a malformed message can cause."""
 
 
 class Followed:
-    """One engine of the fleet. ``followed``: its stream is connected, and the picture is as new as
-    what came."""
+    """One engine of the fleet. ``followed``: its stream is connected, and the picture is up to
+    date."""
 
     def __init__(self, stream: Stream, most_blocks: int) -> None:
         self.stream = stream
@@ -77,7 +77,7 @@ class Followed:
 
 
 class _Follower:
-    """``_next``: the number of the message that is to come. None: any."""
+    """Follower of one engine. ``_next`` is the number of the message due next, or None for any."""
 
     def __init__(self, engine: Followed, trouble: MutableMapping[str, str]) -> None:
         self._engine, self._trouble = engine, trouble
@@ -141,7 +141,7 @@ class _Follower:
             peer.close()
 
     async def _listen(self, peer: zmtp.Peer) -> None:
-        """Until the connection ends, or gives no sign of life."""
+        """Apply messages until the connection ends or gives no sign of life."""
         quiet = silent = 0
         heard_at = peer.heard_at
         coming = asyncio.create_task(peer.receive())
@@ -194,7 +194,7 @@ class _Follower:
         self._tell(f"a message of its stream was refused: {why[:200]!r}")
 
     def _tell(self, text: str) -> None:
-        """Each text once, until a message is understood again. An engine may send what it likes."""
+        """Log ``text`` once until a message is understood again: an engine could flood the log."""
         if text not in self._said and len(self._said) < _MOST_TEXTS:
             self._said.add(text)
             _strangers.warning("%s: %s", self._engine.name, text)
@@ -202,7 +202,7 @@ class _Follower:
     # ---- what was missed -------------------------------------------------------------------------
 
     async def _catch_up(self) -> None:
-        """Ask for all from the next message on. Raises TimeoutError for an answer without end."""
+        """Replay the missed messages. Raises TimeoutError for an answer without end."""
         ended, begun = False, None
         async with asyncio.timeout(_CATCH_UP_S):
             while not ended and self._next != begun and self._engine.stream.replay is not None:
@@ -210,7 +210,7 @@ class _Follower:
                 ended = await self._replay(self._engine.stream.replay)
 
     async def _replay(self, endpoint: str) -> bool:
-        """Whether the answer came to its end. It is read as far as there is time to apply it."""
+        """Apply a replay's messages. Returns False if it broke off and must be asked for again."""
         try:
             peer = await zmtp.connected(endpoint, _MESSAGE_BYTES)
         except OSError:
@@ -254,7 +254,7 @@ def _number(frame: bytearray) -> int | None:
 
 
 _MOST_BLOCKS = 1 << 21
-"""Of all engines together: about 460 MB."""
+"""Blocks in the pictures of all engines together: about 460 MB."""
 
 
 def beside_server(config: Config) -> FollowedEngines | None:
@@ -266,7 +266,7 @@ class FollowedEngines(EngineIndex, ServerExtension):
         self._engines = [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
 
     def beside(self, server: Server) -> AbstractAsyncContextManager[None]:
-        """``server.trouble`` is told, by subject, which engines cannot be followed."""
+        """Follow the engines. Tells ``server.trouble``, by subject, which cannot be followed."""
         return running(*(_Follower(engine, server.trouble).run() for engine in self._engines))
 
     def status(self) -> list[EngineStatus]:

@@ -15,19 +15,19 @@ from kvtier.core.steps import Steps
 from kvtier.protocol.kv_events import BlockRemoved, BlockStored, Event, decode
 
 _AT_ONCE_BYTES = 64 << 10
-"""A message, or an event, that is decoded in one go: about a millisecond."""
+"""Longest message or event that is decoded in one go: about a millisecond."""
 _VALUES = 4096
 _BLOCKS, _TOKENS = 128, 8192
 _MOST_TOKENS = 1 << 16
 _MOST_WORD_BYTES = 4096
-"""Of a field that is not cut."""
+"""Longest field outside the arrays that are cut."""
 _FORMS = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
 _MOST_FIELDS = 64
 _LISTS = ("block_hashes", "token_ids", "extra_keys")
 _NIL = 0xC0
 _ARRAYS, _MAPS = (0xDC, 0xDD), (0xDE, 0xDF)
 
-# How many bytes a value has whose type is that byte. 0: they follow from what comes behind it.
+# # Bytes of a msgpack value by its first byte. 0: the length follows from the bytes behind it.
 _LENGTHS = bytearray(256)
 for _kind in (*range(0x80), 0xC0, 0xC2, 0xC3, *range(0xE0, 0x100)):
     _LENGTHS[_kind] = 1
@@ -39,13 +39,13 @@ _LENGTHS[0xCA], _LENGTHS[0xCB] = 5, 9
 for _number in range(5):
     _LENGTHS[0xD4 + _number] = 2 + (1 << _number)
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4}
-"""Types that say their bytes, and in how many bytes they say it."""
+"""Types whose length in bytes follows -> bytes of that length."""
 _COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-"""Types that say their elements, likewise."""
+"""Types whose number of elements follows -> bytes of that number."""
 
 
 def decoding(payload: bytearray | bytes) -> Steps[list[Event]]:
-    """The events of one message, in order, long ones cut. Raises msgspec.DecodeError."""
+    """Decode the events of one message, in order, long ones cut. Raises msgspec.DecodeError."""
     if len(payload) <= _AT_ONCE_BYTES:
         return decode(payload)
     try:
@@ -72,7 +72,7 @@ def _long(data: bytearray | bytes) -> Steps[list[Event]]:
 
 
 def _cut(data: bytearray | bytes, at: int) -> Steps[list[BlockStored | BlockRemoved]]:
-    """The long event at ``at``, as events of at most :data:`_BLOCKS` blocks."""
+    """Decode the long event at ``at`` as events of at most :data:`_BLOCKS` blocks."""
     places = yield from _fields(data, at)
     kind = _word(data, places["type"]) if "type" in places else None
     if kind not in _FORMS:
@@ -103,7 +103,8 @@ def _cut(data: bytearray | bytes, at: int) -> Steps[list[BlockStored | BlockRemo
 
 
 def _fields(data: bytearray | bytes, at: int) -> Steps[dict[str, tuple[int, int]]]:
-    """Name -> begin and end of each field of the event at ``at``: a map, or an old vLLM's list."""
+    """Find each field of the event at ``at``, a map or an old vLLM's list: name -> begin and
+    end."""
     found: dict[str, tuple[int, int]] = {}
     is_map = data[at] in _MAPS or data[at] >> 4 == 0x8
     count, at = _opened(data, at)
@@ -128,7 +129,7 @@ def _fields(data: bytearray | bytes, at: int) -> Steps[dict[str, tuple[int, int]
 
 
 def _word(data: bytearray | bytes, place: tuple[int, int]) -> Any:
-    """A value that is not cut."""
+    """Decode the short value at ``place``; None if it is no text, bytes or whole number."""
     begin, end = place
     if end - begin > _MOST_WORD_BYTES:
         raise msgspec.DecodeError(f"a field of more than {_MOST_WORD_BYTES:,} bytes")
@@ -156,7 +157,7 @@ def _array(data: bytearray | bytes, at: int) -> tuple[int, int]:
 
 
 def _opened(data: bytearray | bytes, at: int) -> tuple[int, int]:
-    """Number of values inside the value at ``at``, and where they, or what is behind it, begin."""
+    """Return how many values the one at ``at`` contains, and where they or the next one begin."""
     kind = data[at]
     if kind >> 4 in (0x8, 0x9):
         return (kind & 0xF) * (2 if kind >> 4 == 0x8 else 1), at + 1
@@ -173,7 +174,7 @@ def _opened(data: bytearray | bytes, at: int) -> tuple[int, int]:
 
 
 def _behind(data: bytearray | bytes, at: int, values: int) -> Steps[int]:
-    """The end of ``values`` values that begin at ``at``."""
+    """Return the end of ``values`` values that begin at ``at``."""
     turn = _VALUES
     while values:
         if length := _LENGTHS[data[at]]:

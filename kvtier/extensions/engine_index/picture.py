@@ -27,7 +27,7 @@ _GPU = "gpu"
 
 
 class PromptBlocks:
-    """A prompt that is looked up. Digests are made as needed, once for all blocks of one size."""
+    """A prompt to look up. Digests are made as needed, once for all blocks of one size."""
 
     def __init__(self, tokens: Sequence[int], salt: str | None) -> None:
         self._tokens = array("I", tokens)
@@ -35,7 +35,7 @@ class PromptBlocks:
         self._digests: dict[int, list[bytes]] = {}
 
     def digest(self, block_tokens: int, number: int) -> bytes | None:
-        """Of a block behind others that were asked for. None: it is not full."""
+        """Return block ``number``'s digest, or None if it is not full. Ask in ascending order."""
         made = self._digests.setdefault(block_tokens, [])
         if number == len(made):
             tokens = self._tokens[number * block_tokens : (number + 1) * block_tokens]
@@ -47,7 +47,7 @@ class PromptBlocks:
 
 @dataclass(slots=True)
 class _Group:
-    """``known``: vLLM's hash -> digest. ``held``: digest -> the tiers that have it, as bits."""
+    """A cache group. ``known``: vLLM's hash -> digest. ``held``: digest -> the tiers' bits."""
 
     block_tokens: int = 0
     known: dict[Hash, bytes] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class _Group:
 
 
 class Leading(dict[str, int]):
-    """Leading tokens by tier. ``tokens``: those that any tier has."""
+    """Tokens of a prompt's beginning that each tier has. ``tokens``: those that any tier has."""
 
     tokens: int = 0
 
 
 class Picture:
-    """``most``: blocks that it may know."""
+    """One engine's blocks, ``most`` of them at the most."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -69,14 +69,14 @@ class Picture:
         self._bits: dict[str, int] = {}
         self.blocks: Counter[str] = Counter()
         self.ignored = 0
-        """Blocks that do not count: no place in a prompt is known, or no room."""
+        """Blocks that were left out: their place in a prompt is unknown, or there was no room."""
 
     def clear(self) -> None:
         self._groups, self._bits = {}, {}
         self.blocks.clear()
 
     def apply(self, events: Sequence[Event]) -> Steps[None]:
-        """Follow a message. Raises ValueError or OverflowError for events without sense."""
+        """Apply a message's events. Raises ValueError or OverflowError for malformed ones."""
         for event in events:
             if isinstance(event, BlockStored):
                 yield from self._stored(event)
@@ -91,7 +91,7 @@ class Picture:
                     yield from self._removed(group, list(group.known), bit)
 
     def lookup(self, prompt: PromptBlocks) -> Steps[Leading]:
-        """The part of the prompt's beginning that the engine has, the least of its groups."""
+        """Return how much of the prompt's beginning the engine has: the least of all its groups."""
         found: Leading | None = None
         for group in list(self._groups.values()):
             one = yield from self._lookup(group, prompt)
@@ -181,7 +181,7 @@ class Picture:
 
 
 def _tier(event: BlockStored | BlockRemoved) -> str:
-    """vLLM's medium, or the name that the owner of a remote tier gave."""
+    """Return vLLM's medium, or the owner's name of a remote tier."""
     return event.ownership or (event.medium or _GPU).lower()
 
 

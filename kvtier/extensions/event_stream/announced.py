@@ -30,14 +30,14 @@ from kvtier.store.store import Store
 from kvtier.tiers.registry import is_shared
 
 _MOST_BLOCKS = 1 << 21
-"""Blocks that are published at once: about 130 MB."""
+"""Most blocks that are published and not withdrawn: about 130 MB."""
 _pack, _unpack = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[Hash]).decode
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """``hashes``: of its blocks, packed. ``session``: the number of the one that announced it.
-    ``places``: where it is published, as bits."""
+    """A published chunk. ``hashes``: of its blocks, packed. ``session``: number of the session that
+    announced it. ``places``: bits of the places where it is published."""
 
     hashes: bytes
     blocks: int
@@ -47,21 +47,22 @@ class _Chunk:
 
 
 class Announced:
-    """For the server's loop. ``publish`` gets each event, in order."""
+    """Published chunks of one owner, on the server's loop. ``publish`` gets each event, in
+    order."""
 
     def __init__(self, publish: Callable[[Event], None]) -> None:
         self._publish = publish
         self._whose: tuple[Store, int] | None = None
         self._watch: Changes | None = None
         self._sessions: set[int] = set()
-        """The owner's, attached, that have announced."""
+        """Attached sessions of the owner that have announced chunks."""
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._ends: dict[bytes, Hash] = {}
-        """Link of a chunk, as its children have it -> its last block."""
+        """Own half of a chunk's key -> hash of its last block, which is its children's parent."""
         self._blocks: Counter[int] = Counter()
-        """By the session that announced them."""
+        """Published blocks by the session that announced them."""
         self.ignored = 0
-        """Chunks that were not published: of another owner, or beyond the room."""
+        """Chunks that were not published: another owner's, or there was no room."""
 
     def announcing(
         self, session: Session, key: ChunkKey, place: int, event: BlockStored
@@ -117,7 +118,7 @@ class Announced:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _new(self, number: int, key: ChunkKey, event: BlockStored) -> _Chunk | None:
-        """A new chunk, or None without room. A session may have half of what the others leave."""
+        """Add a chunk, or return None: a session may have half of what the others leave."""
         blocks, own = len(event.block_hashes), self._blocks[number]
         if 2 * (own + blocks) > _MOST_BLOCKS - (self._blocks.total() - own):
             return None
@@ -128,7 +129,8 @@ class Announced:
         return chunk
 
     def _stored(self, chunk: _Chunk, key: ChunkKey, place: int, event: BlockStored) -> None:
-        """Under the hashes published first: without a common PYTHONHASHSEED engines' differ."""
+        """Publish a chunk by its first hashes: engines without one PYTHONHASHSEED differ in
+        them."""
         chunk.places |= 1 << place
         self._publish(
             msgspec.structs.replace(

@@ -25,10 +25,10 @@ from kvtier.tiers.registry import is_shared
 
 class EventGroup(NamedTuple):
     hash_tokens: int
-    """Tokens of one of a request's block hashes."""
+    """Tokens that one of a request's block hashes covers."""
     block_tokens: int
     kind: str
-    """vLLM's name of its KV cache spec."""
+    """Kind of its KV cache spec, as vLLM calls it."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Announcer(Extension):
             self._describe(prompt.request, key, piece)
 
     def ended(self, job: Pending, *, last_of: Sequence[str]) -> None:
-        """Pieces whose save failed are forgotten."""
+        """Forget pieces whose save failed."""
         is_kept = job.save is None or not (job.failed or job.dropped)
         for key in () if is_kept else job.keys:
             described = self._described.get(key)
@@ -70,7 +70,7 @@ class Announcer(Extension):
                 del self._described[key]
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        """Announce what is held of these chunks and was not. A server is asked once a prompt."""
+        """Announce those of the chunks that are held and not announced yet, once a prompt."""
         if prompt.is_hidden or prompt.claim.was_looked_up:
             return
         geometry, request = self._geometry, prompt.request
@@ -100,12 +100,12 @@ class Announcer(Extension):
     # ---- steps -----------------------------------------------------------------------------------
 
     def _is_announced(self, key: ChunkKey) -> bool:
-        """Wherever it comes to is announced too."""
+        """Whether the chunk is announced, and would be at each further place."""
         described = self._described.get(key)
         return described is not None and described.tokens is not None and bool(described.places)
 
     def _change(self, change: Change) -> ChunkKey | None:
-        """The key of a described chunk that left a place."""
+        """Announce or withdraw one change. Returns the chunk's key if it left a place."""
         place, key, there = change
         if there:
             self._stored(key, place)
@@ -142,7 +142,7 @@ class Announcer(Extension):
         return _made(BlockRemoved, described.fields | self._where(place))
 
     def _withdraw_all(self) -> None:
-        """Changes were lost: nothing that was announced is sure. Prompts announce it anew."""
+        """Withdraw all chunks, because changes were lost. Prompts announce them anew."""
         for described in self._described.values():
             self._ready += [self._removed(described, place) for place in sorted(described.places)]
         self._described.clear()
@@ -190,7 +190,7 @@ class Announcer(Extension):
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> dict[int, EventGroup]:
-    """Groups of full attention by their numbers, as events name them."""
+    """Return the groups of full attention by number, as events describe them."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
@@ -213,7 +213,7 @@ def are_wanted(vllm_config: Any) -> bool:
 def _extras(
     request: Any, begin: int, end: int, block_tokens: int
 ) -> list[tuple[Any, ...] | None] | None:
-    """Values that vLLM hashed into each block besides its tokens, as vLLM publishes it."""
+    """Return the values that vLLM hashed into each block besides tokens, as vLLM publishes them."""
     from vllm.v1.core import kv_cache_utils
 
     media, extras = 0, list[tuple[Any, ...] | None]()
@@ -228,5 +228,5 @@ def _extras(
 
 
 def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """An event with those of ``fields`` that this vLLM's has."""
+    """Make an event of the ``fields`` that this vLLM's version has."""
     return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})

@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier.server")
 _strangers = logging.getLogger("kvtier.server.publishing")
-"""For what clients of the stream cause."""
+"""Logger for faults that subscribers cause, with a limit."""
 _strangers.addFilter(LogLimit(10, 10.0))
 
 _LOOK_S = 0.05
-"""Interval at which chunks that have left are looked for."""
+"""Interval at which evicted chunks are looked for."""
 _MESSAGE_BYTES = 64 << 10
-"""Events of one turn are one message, as long as it is shorter."""
+"""Size at which a message is sent. Smaller ones hold all events of one turn of the loop."""
 _KEPT_MESSAGES, _KEPT_BYTES = 10_000, 64 << 20
-"""Messages for subscribers that are slow, come late or missed some."""
+"""Messages that are kept for subscribers that are slow, come late or missed some."""
 _REQUEST_BYTES = 1024
 _MOST_CLIENTS = 64
 """Connections at one endpoint."""
 _TURN_MESSAGES = 8
-"""Messages that one client gets before others have their turn."""
+"""Messages that are sent to one client before others have their turn."""
 _PATIENCE_S = 10.0
-"""A replay that does not move for so long ends."""
+"""Longest time for one message of a replay."""
 _LINGER_S = 0.1
 _END = (2**64 - 1).to_bytes(8, "big")
-"""The number behind the last message of a replay."""
+"""Number that marks the end of a replay."""
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -63,7 +63,7 @@ def beside_server(config: Config) -> Publisher | None:
 
 
 class Publisher(ServerExtension):
-    """Listens at once. Raises ConfigError when it cannot."""
+    """A server's stream of KV events, listening at once. Raises ConfigError if it cannot."""
 
     def __init__(self, stream: Stream) -> None:
         self.announced = Announced(self._add)
@@ -71,7 +71,7 @@ class Publisher(ServerExtension):
         self._waiting_bytes = self._number = self._kept_bytes = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._news = asyncio.Event()
-        """Set, and replaced by another one, with each message."""
+        """Event of the next message: set, and replaced by a new one, when it is sent."""
         self._over = False
         self._loop: asyncio.AbstractEventLoop
         self._listeners: list[tuple[Listener, Callable[[zmtp.Peer], Awaitable[None]]]] = []
@@ -109,7 +109,7 @@ class Publisher(ServerExtension):
 
     @asynccontextmanager
     async def beside(self, server: Server) -> AsyncIterator[None]:
-        """Subscribers are told at the begin and at the end of the context that there is nothing."""
+        """Publish. The first and the last event say that no block is held."""
         server.announced = self.announced
         self._loop = server.loop
         self._add(AllBlocksCleared())
@@ -172,7 +172,7 @@ class Publisher(ServerExtension):
     # ---- clients ---------------------------------------------------------------------------------
 
     async def _subscriber(self, peer: zmtp.Peer) -> None:
-        """Every message from its subscription on, to everything: vLLM's messages have no topic."""
+        """Send every message to a subscriber, whatever its topic: vLLM's messages have none."""
         await peer.greet("PUB", ("SUB", "XSUB"))
         subscriptions, sending = 0, None
         try:
@@ -206,7 +206,7 @@ class Publisher(ServerExtension):
                     await peer.send([b"", b"", _END, b""])
 
     async def _messages(self, peer: zmtp.Peer, number: int, before: tuple[bytes, ...]) -> int:
-        """Write what is kept from ``number`` on. Returns the number behind it."""
+        """Send the kept messages from ``number`` on. Returns the number of the next one."""
         while number < self._number and self._kept:
             place = max(0, number - self._kept[0][0])
             found = list(islice(self._kept, place, place + _TURN_MESSAGES))
@@ -219,7 +219,7 @@ class Publisher(ServerExtension):
 
 
 class _Door:
-    """One endpoint and those who came in. On the loop."""
+    """One endpoint and its clients. On the loop."""
 
     def __init__(self, listener: Listener, serve: Callable[[zmtp.Peer], Awaitable[None]]) -> None:
         self._listener, self._serve = listener, serve

@@ -19,7 +19,7 @@ _EPHEMERAL_S = 300.0
 """Anthropic's default ``ttl`` of ``cache_control``."""
 _MARK = b'"cache_control"'
 _FIELD_BYTES = 64 << 10
-"""Bytes of one field. A longer one is a bad hint."""
+"""Longest field. A longer one is a bad hint."""
 _MOST_BLOCKS = 30_000
 """Most objects of a searched list. More would hold the API server's loop for milliseconds."""
 _MOST_MARKS = 1000
@@ -37,13 +37,13 @@ _TOO_LONG = object()
 
 
 class _Part(msgspec.Struct, gc=False):
-    """Part of a body that can have a mark. Other fields are skipped, not decoded."""
+    """A part of a body that can be marked with ``cache_control``. Other fields are skipped."""
 
     cache_control: msgspec.Raw = _NONE
 
 
 class _Block(_Part, gc=False):
-    """A message, a tool or a part of the system prompt. Each part of it may have a mark too."""
+    """A message, a tool or a part of the system prompt. Parts of its content can be marked too."""
 
     content: str | list[_Part] | None = None
 
@@ -59,13 +59,13 @@ _BLOCKS = msgspec.json.Decoder(list[_Block])
 
 
 def fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """Fields of a body that may hold hints. Raises msgspec.MsgspecError for no JSON object."""
+    """Return the fields of a body that may hold hints. Raises MsgspecError for no JSON object."""
     found = _BODY.decode(body)
     return {name: raw for name in _READ if (raw := getattr(found, name)) is not _NONE}
 
 
 def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """Words for ``kv_transfer_params`` from a request. ``headers``: names in lower case."""
+    """Translate a request to words of ``kv_transfer_params``. ``headers``: names in lower case."""
     words = hint_words.Words()
     for field, reader in _FIELDS.items():
         if field not in body:
@@ -141,8 +141,8 @@ def _options(words: hint_words.Words, given: Any) -> None:
 
 
 def _marks(words: hint_words.Words, body: Mapping[str, msgspec.Raw]) -> None:
-    """Anthropic's marks. The longest counts, for all of the prompt: how many tokens lie before a
-    mark cannot be told here."""
+    """Add the hint of Anthropic's marks. The longest counts, for all of the prompt: how many tokens
+    lie before a mark cannot be told here."""
     found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
     good = [one for one in found if one is not None]
     words.bad += len(found) - len(good)
@@ -151,7 +151,7 @@ def _marks(words: hint_words.Words, body: Mapping[str, msgspec.Raw]) -> None:
 
 
 def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
-    """Marks of the request and its blocks, a bounded number. Texts are not searched."""
+    """Yield the marks of the request and its blocks, a bounded number. Texts are not searched."""
     if "cache_control" in body:
         yield _small(body["cache_control"])
     found = (mark for field in ("system", "tools", "messages") for mark in _marks_of(body, field))

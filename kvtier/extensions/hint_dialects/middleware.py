@@ -24,11 +24,11 @@ from kvtier.extensions.hint_dialects import dialects
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 MOST_BYTES = 1 << 20
-"""Longer bodies are not read for hints."""
+"""Longest body that is searched for hints."""
 _PARAMS_BYTES = 64 << 10
-"""Hints are not added to a longer ``kv_transfer_params``."""
+"""Longest ``kv_transfer_params`` to which hints are added."""
 _BODY_S = 10.0
-"""A slower body is not kept for its hints."""
+"""Longest time that a body is held back for its hints."""
 _PATHS = ("/chat/completions", "/completions", "/responses", "/messages", "/generate")
 _PARAMS = "kv_transfer_params"
 Message = MutableMapping[str, Any]
@@ -38,11 +38,11 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Middleware:
-    """ASGI. vLLM's ``/metrics`` shows requests that were not searched for hints, by reason, as
-    ``kvtier_unread_hints_total``.
+    """ASGI middleware that adds clients' hints. vLLM's ``/metrics`` shows requests that were not
+    searched for hints, by reason, as ``kvtier_unread_hints_total``.
 
     ``Content-Length`` stays the client's: it was passed on before the body was read, and vLLM
-    counts what comes."""
+    counts the bytes that come."""
 
     def __init__(
         self, app: App, most_bytes: int = MOST_BYTES, clock: Callable[[], float] = time.monotonic
@@ -67,8 +67,8 @@ class Middleware:
         await self._app(scope, receive_with_hints, send)
 
     async def _messages(self, scope: Message, receive: Receive) -> list[Message]:
-        """First messages: the whole body with its hints, or what has come of a body that is passed
-        on as it comes. No more is kept than the app keeps itself."""
+        """Return the first messages for the app: the whole body with its hints, or the beginning of
+        one that is passed on unsearched. No more is kept than the app keeps itself."""
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
@@ -94,7 +94,7 @@ class Middleware:
         return messages if new is old else [{"type": "http.request", "body": new}]
 
     def _read(self, headers: dict[str, str], body: bytes) -> bytes:
-        """The body with its hints and those of the headers, or ``body`` itself without any."""
+        """Return the body with its own hints and those of the headers, unchanged without any."""
         try:
             return carried(headers, body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -109,9 +109,9 @@ class Middleware:
 
 
 def carried(headers: dict[str, str], body: bytes) -> bytes:
-    """The body with all hints in a ``kv_transfer_params`` at its end: of two fields with one name
-    the last counts. ``body`` itself where there are no hints, or ``kv_transfer_params`` has an
-    unexpected form. Raises msgspec.MsgspecError for no JSON object."""
+    """Return the body with all hints in a ``kv_transfer_params`` at its end: of two fields with one
+    name the last counts. Unchanged if there are no hints, or ``kv_transfer_params`` has an
+    unexpected form. Raises msgspec.MsgspecError unless it is a JSON object."""
     fields = dialects.fields(body)
     said = dialects.of_http(headers, fields)
     raw = bytes(fields.get(_PARAMS, b"null"))
@@ -139,7 +139,7 @@ def _length(headers: dict[str, str]) -> int:
 
 @cache
 def _counter() -> Any:
-    """One counter a process, for any number of middlewares."""
+    """Return the counter that all middlewares of this process share."""
     from prometheus_client import Counter
 
     unread = Counter("kvtier_unread_hints", "Requests that were not searched for hints.", ["why"])

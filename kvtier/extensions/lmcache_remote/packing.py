@@ -33,7 +33,7 @@ Shape = Annotated[list[Size], msgspec.Meta(min_length=1, max_length=8)]
 
 
 class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """LMCache's object: size, shape and dtype of each group of layers, format."""
+    """Description of LMCache's object: bytes, shape and dtype of each group of layers, format."""
 
     size: Size
     shapes: Annotated[list[Shape], msgspec.Meta(min_length=1, max_length=64)]
@@ -42,8 +42,8 @@ class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
 
 
 def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
-    """The key of the chunk that LMCache calls ``name`` (its key's fields, which can be written as
-    JSON), for engines of ``fingerprint``.
+    """Return the key of the chunk that LMCache calls ``name`` (its key's fields, as JSON can have
+    them), for engines of ``fingerprint``.
 
     The key is *flat*: its parent half is zero. LMCache names a chunk by a hash over all tokens up
     to its end, without its parent, and a reader must make the same key from that name alone.
@@ -58,7 +58,7 @@ def chunk_key(fingerprint: bytes, *name: object) -> ChunkKey:
 
 def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
     """Write the packed chunk into ``slot``, and zeros around it: the slot may have held another
-    prompt. False, and an undefined slot, when the head does not fit into its page.
+    prompt. Returns False, with the slot undefined, if the head does not fit into its page.
 
     The checksum is of the copy, which has no other writer.
     """
@@ -75,7 +75,7 @@ def pack(slot: memoryview, key: ChunkKey, head: Head, data: memoryview) -> bool:
 
 
 def head_of(slot: memoryview) -> Head | None:
-    """The head, not yet proved by the checksum. None: there is none."""
+    """Read the head, not yet proved by the checksum; None if there is no plausible one."""
     magic, _, length = _FIXED.unpack_from(slot)
     if magic != _MAGIC or _FIXED.size + length > HEAD_BYTES:
         return None
@@ -88,9 +88,9 @@ def head_of(slot: memoryview) -> Head | None:
 
 
 def unpack(slot: memoryview, key: ChunkKey, into: memoryview) -> bool:
-    """Copy a packed chunk's bytes into ``into``, as many as fit. False: they were not packed for
-    this key, and ``into`` is undefined. The checksum is of the copy, so a slot that changes
-    meanwhile is noticed."""
+    """Copy a packed chunk's bytes into ``into``, as many as fit. Returns False, with ``into``
+    undefined, if they were not packed for this key. The checksum is of the copy, so a slot that
+    changes meanwhile is noticed."""
     _, checksum, length = _FIXED.unpack_from(slot)
     words = bytes(slot[_FIXED.size : _FIXED.size + length])
     _copy(into, slot[HEAD_BYTES : HEAD_BYTES + len(into)])
@@ -104,5 +104,5 @@ def _checksum(key: ChunkKey, words: bytes, data: memoryview) -> bytes:
 
 
 def _copy(into: memoryview, data: memoryview) -> None:
-    """numpy copies without the GIL."""
+    """Copy by numpy, which does so without the GIL."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))

@@ -22,13 +22,13 @@ _LMCACHES = ("module_path", "class_name")
 
 
 class KVTier(ConnectorAdapter):
-    """Makes connectors for plug-ins called ``kvtier`` or ``kvtier.<anything>``."""
+    """LMCache's factory of connectors for plug-ins called ``kvtier`` or ``kvtier.<anything>``."""
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{_KIND}")
 
     def create_connector(self, context: Any) -> KVTierRemote:
-        """Raises ConfigError. LMCache logs it and goes on without the connector."""
+        """Connect. LMCache logs a ConfigError and goes on without the connector."""
         config = settings(context.config.extra_config or {}, context.plugin_name or _KIND)
         _refuse(context.config)
         metadata = context.metadata
@@ -48,7 +48,7 @@ class KVTier(ConnectorAdapter):
 
 
 def settings(extra: Mapping[str, Any], name: str) -> Config:
-    """kvtier's configuration from LMCache's ``extra_config`` alone. Raises ConfigError."""
+    """Return kvtier's configuration from LMCache's ``extra_config`` alone. Raises ConfigError."""
     prefix = f"remote_storage_plugin.{name}."
     given = {
         key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)
@@ -58,7 +58,7 @@ def settings(extra: Mapping[str, Any], name: str) -> Config:
 
 
 def _refuse(config: Any) -> None:
-    """Raises ConfigError for settings of LMCache that kvtier does not support."""
+    """Raise ConfigError for settings of LMCache that kvtier does not support."""
     if config.use_layerwise:
         raise ConfigError("use_layerwise=true: kvtier keeps chunks of all layers; set it to false")
     if config.remote_serde not in {None, "naive"}:
@@ -68,7 +68,7 @@ def _refuse(config: Any) -> None:
 
 
 def _parts(metadata: Any) -> dict[str, Any]:
-    """Fingerprint's parts. LMCache's keys do not contain the shape of a whole chunk."""
+    """Return the fingerprint's parts. LMCache's keys do not contain the shape of a whole chunk."""
     return {
         "lmcache": 1,
         "model": metadata.model_name,

@@ -52,13 +52,13 @@ class KVTierRemote(RemoteConnector):
     ) -> None:
         super().__init__(context.config, context.metadata)
         self.counts: Counter[str] = Counter()
-        """Chunks since the start, and ``failed_calls``."""
+        """Chunks by outcome since the start, and ``failed_calls``."""
         self._safely = partial(safely, self.counts)
         self._memory = context.local_cpu_backend
         self._cache_server = cache_server
         self._fingerprint = fingerprint
         self._timeout_s = timeout_s
-        # A lookup never queues behind copies.
+        # # A lane of their own: a lookup never queues behind copies.
         self._finds = Lane("lmcache-find", 1, urgent_bound=0, bound=_FINDS_QUEUED)
         self._moves = Lane(
             "lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED
@@ -100,12 +100,12 @@ class KVTierRemote(RemoteConnector):
         return True
 
     async def batched_get(self, keys: Sequence[Any]) -> Found:
-        """As :meth:`batched_get_non_blocking`, with None for the rest."""
+        """Load as :meth:`batched_get_non_blocking`, with None for each missing object."""
         found = await self.batched_get_non_blocking("", keys)
         return [*found, *[None] * (len(keys) - len(found))]
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> Found:
-        """The run's objects as far as they can be had. The caller owns a reference to each."""
+        """Load the run's objects up to the first miss. The caller owns a reference to each."""
         found: Found = await self._on(
             self._moves, lambda: self._load(keys), [], urgent=True, unwanted=_release
         )
@@ -143,7 +143,7 @@ class KVTierRemote(RemoteConnector):
         return found
 
     def _memory_for(self, head: Head) -> Any:
-        """An object of LMCache's to fill. None, without waiting, when its memory is in use."""
+        """Allocate one of LMCache's objects; None, without waiting, if its memory is in use."""
         shapes = [torch.Size(shape) for shape in head.shapes]
         dtypes = [_dtype(name) for name in head.dtypes]
         one = self._memory.allocate(shapes, dtypes, MemoryFormat[head.fmt], busy_loop=False)
@@ -230,8 +230,8 @@ class KVTierRemote(RemoteConnector):
         urgent: bool = False,
         unwanted: Callable[[R], None] = lambda _: None,
     ) -> R:
-        """Result of ``work`` on the lane. ``unwanted`` gets it if LMCache has cancelled the
-        call."""
+        """Return the result of ``work`` on the lane, or ``otherwise``. If LMCache has cancelled the
+        call, ``unwanted`` gets the result."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
 
@@ -265,7 +265,7 @@ def _head(one: Any) -> Head:
 
 
 def _consistent(head: Head) -> bool:
-    """Whether the head can be right. If not, nothing is allocated for it."""
+    """Whether the head's size fits its shapes. If not, nothing is allocated for it."""
     dtypes = [_dtype(name) for name in head.dtypes]
     if head.fmt not in MemoryFormat.__members__ or None in dtypes:
         return False

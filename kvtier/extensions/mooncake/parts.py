@@ -35,7 +35,7 @@ class MooncakeSection(seam.TierSection):
 
 SECTION = MooncakeSection
 _CALLS = 4
-"""Calls at once. Each has memory for one chunk."""
+"""Most calls at once. Each has memory for one chunk."""
 
 
 def open(own: MooncakeSection, around: seam.Opening) -> seam.Opened:
@@ -75,4 +75,4 @@ def findings(own: MooncakeSection, tried: seam.Trial | None) -> Iterator[seam.Fi
 
 
 def plan(_found: seam.TierFacts | None, _draft: seam.Draft) -> None:
-    """Nothing to plan: the URL has the size."""
+    """Plan nothing: the URL has the size."""

@@ -27,14 +27,14 @@ _CHILD = str(Path(__file__).with_name("child.py"))
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _SLOWEST_BYTES_S = 8 << 20
-"""Bytes a second. Slower calls have failed."""
+"""Pace below which a call has failed."""
 _LENT_BYTES_S = 1 << 30
-"""Bytes a second for making lent memory ready for RDMA."""
+"""Pace assumed for making lent memory ready for RDMA."""
 _BUFFER_BYTES = 1 << 20
-"""For Mooncake itself. Chunks lie in the shared memory."""
+"""Memory for Mooncake's own use. Chunks lie in the shared memory."""
 
 _GONE = (-703, -704, -712)
-"""Codes: not complete, not there, no longer there."""
+"""Mooncake's codes of missing objects: not complete, not there, no longer there."""
 _OTHER_LENGTH = -600
 _FULL = -200
 _WORDS = {
@@ -52,8 +52,8 @@ _VARIABLES = (
 
 
 class MooncakeStore:
-    """Objects in Mooncake's pool. ``calls``: at once, each with memory for one chunk. ``python``:
-    the interpreter that has Mooncake's library.
+    """Objects in Mooncake's pool. ``calls``: most at once, each with memory for one chunk.
+    ``python``: the interpreter that has Mooncake's library.
 
     Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until there
     is an answer or time is over (five seconds, and what ``chunk_bytes`` need at 8 MiB/s), and
@@ -74,13 +74,13 @@ class MooncakeStore:
         )
 
     def _setup(self) -> list[object]:
-        """Raises MooncakeError where no master listens."""
+        """Return arguments of the client's set-up. Raises MooncakeError if no master listens."""
         url, own = self.url, _own_address(self.url)
         setup = [url.own_host or own, url.metadata, url.segment, _BUFFER_BYTES]
         return [*setup, url.protocol, url.device, url.master]
 
     def greet(self, folder: str = "") -> None:
-        """Start, and ask the master once. Raises MooncakeError, or TierError for an operator."""
+        """Ask the master once. Raises MooncakeError, or TierError if waiting will not help."""
         try:
             self.has([f"{folder}/trial"])
         except library_process.HopelessError as error:
@@ -135,7 +135,7 @@ class MooncakeStore:
     def _asked(
         self, ask: library_process.Ask, what: str, names: Sequence[str], *more: int
     ) -> list[int]:
-        """One code a name. Raises MooncakeError for any other answer."""
+        """Ask the library for one code a name. Raises MooncakeError for any other answer."""
         answer = ask(what, list(names), *more)
         if (
             not isinstance(answer, list)
@@ -152,7 +152,7 @@ def _check(code: int) -> None:
 
 
 def _own_address(url: MooncakeUrl) -> str:
-    """This host's address towards the master. Raises MooncakeError where the port is closed:
+    """Return this host's address towards the master. Raises MooncakeError if the port is closed:
     Mooncake's client would try for minutes."""
     try:
         with reach(url.host.strip("[]"), url.port, Deadline(_CONNECT_S)) as probe:
@@ -190,5 +190,5 @@ class MooncakeTier(WholeObjectTier[MooncakeStore]):
         return self._call("failed_finds", partial(self._store.has, names)) or 0
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """Never complete: the pool keeps no owners and cannot list."""
+        """Return nothing, as an incomplete answer: the pool keeps no owners and cannot list."""
         return [], False

@@ -84,7 +84,7 @@ def parse(text: str) -> MooncakeUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs. Of a text that cannot be read the scheme only."""
+    """Return ``text`` for logs: only the scheme if it cannot be read."""
     try:
         return parse(text).label
     except ConfigError:
@@ -92,7 +92,7 @@ def masked(text: str) -> str:
 
 
 def safe(text: str) -> str | None:
-    """``text`` of a Mooncake URL without @ and #, which holds no secret, else None."""
+    """Return ``text`` if it is a Mooncake URL without @ and #, which holds no secret, else None."""
     return text if re.fullmatch("(?i)mooncake://[^@#]*", text) else None
 
 

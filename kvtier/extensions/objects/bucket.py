@@ -37,19 +37,19 @@ _CREDENTIAL_HOSTS = (
     *("169.254.169.254", "169.254.170.2", "169.254.170.23", "fd00:ec2::254", "fd00:ec2::23"),
     *("amazonaws.com", "amazonaws.com.cn", "microsoftonline.com", "microsoftonline.us"),
 )
-"""Hosts of instances' roles, and of services that exchange credentials."""
+"""Hosts that give credentials: those of instances' roles, and services that exchange tokens."""
 _PROVIDERS = {
     "s3": ("AWS_*",),
     "gs": ("GOOGLE_*", "GCE_METADATA_*", "SERVICE_ACCOUNT"),
     "az": ("AZURE_*", "IDENTITY_*", "IMDS_*", "MSI_*"),
 }
 _ANY_PROVIDERS = ("SSL_CERT_*", *_PROXIES, "NO_PROXY", "RUST_*")
-"""Variables that the library reads, by scheme and for all."""
+"""Variables that the library reads for every provider, beside :data:`_PROVIDERS`."""
 
 
 def library_environment(scheme: str) -> dict[str, str]:
-    """Environment of the library's process: the provider's variables and no other secret. Names of
-    proxies are read in small letters too."""
+    """Return the environment of the library's process: the provider's variables and no other
+    secret. Names of proxies are read in small letters too."""
     both = (*_ANY_PROVIDERS, *(name.lower() for name in _ANY_PROVIDERS))
     return chosen(environment(), *_PROVIDERS[scheme], *both)
 
@@ -64,8 +64,8 @@ def plain_http_allowed() -> bool:
 
 
 def object_hosts() -> tuple[str, ...]:
-    """Hosts that the library has to reach where the operator's variables name an endpoint: that
-    one, and without a key those that give credentials. Empty: the provider's own hosts, or a
+    """Return the only hosts that the library has to reach if variables name an endpoint: that one,
+    and without a key those that give credentials. Empty for the provider's own hosts, or a
     proxy."""
     given = {name.upper(): value for name, value in environment().items() if value}
     if given.keys().isdisjoint(_ENDPOINTS) or not given.keys().isdisjoint(_PROXIES):
@@ -82,27 +82,27 @@ FAULTS = (library_process.LibraryError,)
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALLS = 24
-"""Calls at once: eight of the tier's lane, sixteen that ask for owners."""
+"""Most calls at once: eight of the tier's lane, sixteen that ask for owners."""
 _MOST_BYTES = 192 << 20
-"""Limit of the library's process without the chunks. Eight gets at once need a quarter."""
+"""Most memory of the library's process, besides the chunks. Eight gets at once need a quarter."""
 _WORKERS = "4"
-"""The library's threads, instead of one a core. Their stacks count as memory."""
+"""Number of the library's threads, by default one a core. Their stacks count as memory."""
 _BEGIN_S = 5.0
 _LATE_S = 2.0
 """Time between the library's own limit of a request and the end of its process."""
 _ANSWER_S = 5
 _SLOWEST_BYTES_S = 8 << 20
-"""Bytes a second. Slower requests have failed."""
+"""Pace below which a request has failed."""
 _NOWHERE = "http://127.0.0.1:1"
-"""A proxy that does not exist, for all hosts but the endpoint's: the library follows redirects
-anywhere, and has no setting for it. The providers' own endpoints are trusted."""
+"""Address of a proxy that does not exist, for all hosts but the endpoint's: the library follows
+redirects anywhere, and has no setting for it. The providers' own endpoints are trusted."""
 _MULTIPART_BYTES = 64 << 20
-"""Size from which a chunk is written in several requests at once. Below, three requests more, each
-of which costs money, save too little: several chunks are on their way anyway."""
+"""Size from which a chunk is written by several requests at once. Below, three more requests, each
+of which costs money, would save too little: several chunks are on their way anyway."""
 _PART_STEPS = 3
-"""Beginning, parts and end. Each may take as long as a request."""
+"""Steps of such a write: beginning, parts and end. Each may take as long as a request."""
 _NOBODYS = bytes(8)
-"""Namespace of trials. Chunks have their engine's."""
+"""Namespace of trial objects. Chunks have their engine's."""
 
 _OWNER = "kvtierowner"
 """Metadata key of an object's owner, which is in hexadecimal. Azure takes only letters and digits
@@ -148,7 +148,7 @@ _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.goog
 
 
 class Bucket:
-    """The requests of one tier. Names are those of
+    """Requests to one bucket. Names are those of
     :class:`~kvtier.tiers.away.object_layout.ObjectForm`. Credentials, region and endpoint are the
     environment's.
 
@@ -187,7 +187,7 @@ class Bucket:
         return length
 
     def get(self, name: str, length: int) -> memoryview | None:
-        """The object's bytes. Empty when it is of another length, None when there is none."""
+        """Read an object. Empty if it has another length, None if it does not exist."""
         with self._library.seat() as (ask, memory):
             whole = ask("get", name, length)
             return None if whole is None else memoryview(bytes(memory[: length if whole else 0]))
@@ -206,7 +206,7 @@ class Bucket:
             return bool(ask("has", name))
 
     def owner(self, name: str) -> int:
-        """The object's owner, UNOWNED without an object or metadata."""
+        """Read the object's owner; UNOWNED without an object or metadata."""
         with self._library.seat() as (ask, _):
             told = ask("attribute", name, _OWNER)
         return int(told, 16) if re.fullmatch(f"[0-9a-f]{{{2 * OWNER_BYTES}}}", told) else UNOWNED
@@ -218,7 +218,7 @@ class Bucket:
         return len(names)
 
     def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
-        """Name, bytes and last write of objects, unordered. Occupies a call until the end."""
+        """Yield name, bytes and last write of objects, unordered. Holds a seat until the end."""
         with self._library.seat() as (ask, _):
             page = ask("first_page", folder)
             while page is not None:
@@ -260,7 +260,7 @@ class Bucket:
         return self.hopeless(error) or words(error)
 
     def hopeless(self, error: library_process.LibraryError) -> str | None:
-        """The fault and its remedy, where waiting mends nothing."""
+        """Return the fault and its remedy if waiting will not mend it, else None."""
         text, code = error.text, _code(error)
         environment, rights = _ENVIRONMENT[self.url.scheme], _RIGHTS[self.url.scheme]
         if code in _HOPELESS:
@@ -292,7 +292,7 @@ class Bucket:
 
 
 def tried(url: str) -> str:
-    """Why the bucket cannot be reached now, or "". Raises TierError as :meth:`Bucket.greet`."""
+    """Return why the bucket cannot be reached, or "". Raises TierError as :meth:`Bucket.greet`."""
     with closing(Bucket(url, 1)) as bucket:
         try:
             bucket.greet(ObjectForm(bucket.url.prefix, _NOBODYS).folder)
@@ -302,7 +302,7 @@ def tried(url: str) -> str:
 
 
 def words(error: library_process.LibraryError) -> str:
-    """A request's fault in words that hold no secret."""
+    """Describe a request's fault in words that hold no secret."""
     code = _code(error)
     status = found[1] if (found := re.search(r"status code: (\d{3})", error.text)) else ""
     if code or status:

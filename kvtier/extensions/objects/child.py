@@ -25,13 +25,13 @@ _RETRIES = 1
 _RETRY_S = 5
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
-"""Bytes of an answer that are taken at once."""
+"""Bytes of an answer that are read at once."""
 _NAME_LETTERS = 1024
-"""Characters of a name. Longer ones are no object's, and left out."""
+"""Longest name of a listed object. Others are not chunks, and are left out."""
 
 
 class BucketCalls:
-    """Calls, whose objects lie in their seat's part (``room`` bytes) of ``memory``."""
+    """Requests. An object's bytes lie in its seat's part (``room`` bytes) of ``memory``."""
 
     def __init__(self, store: Any, memory: mmap.mmap, room: int) -> None:
         self._store, self._memory, self._room = store, memoryview(memory), room
@@ -53,8 +53,8 @@ class BucketCalls:
         )
 
     def get(self, seat: int, name: str, length: int) -> bool | None:
-        """None without an object. False when its real or announced length is another one: then only
-        what the library reads at once is taken of it."""
+        """Read an object into the seat's part. None without an object. False if its announced or
+        real length differs; then only what the library has read by then was transferred."""
         try:
             answer = obstore.get(self._store, name)
         except FileNotFoundError:
@@ -78,7 +78,7 @@ class BucketCalls:
         return True
 
     def attribute(self, _: int, name: str, attribute: str) -> str:
-        """Empty without such an object or attribute."""
+        """Read metadata; empty without the object or the attribute."""
         try:
             answer = obstore.get(self._store, name, options={"head": True})
         except FileNotFoundError:
@@ -94,7 +94,7 @@ class BucketCalls:
         return self.next_page(seat)
 
     def next_page(self, seat: int) -> list[list[Any]] | None:
-        """Next page of this seat's list. None after the last."""
+        """Return the next page of this seat's list, or None after the last."""
         for page in self._pages[seat]:
             return [
                 [each["path"], each["size"], each["last_modified"].timestamp()]
@@ -104,7 +104,7 @@ class BucketCalls:
         return None
 
     def close(self) -> None:
-        """Nothing to do: running requests end with the process."""
+        """Do nothing: running requests end with the process."""
 
 
 def begin(setup: list[Any], memory: mmap.mmap, room: int) -> BucketCalls:

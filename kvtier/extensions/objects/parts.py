@@ -60,12 +60,12 @@ class ObjectSection(seam.TierSection):
 
 _BLOCK_BYTES = 4 << 20
 _REQUESTS = 8
-"""Requests at once, as a tier makes them."""
+"""Most requests that a tier makes at once."""
 _TRIALS = 3
 _USUAL_BYTES_S, _USUAL_LATENCY_S = 0.68e9, 0.1
-"""Amazon's figures of S3: eight requests of 85 MB/s each, 100 to 200 ms to the first byte."""
+"""Pace and latency of S3 by Amazon: eight requests of 85 MB/s, 100 to 200 ms to the first byte."""
 _FIRST_REQUESTS = 9
-"""Requests before a chunk comes: eight find a run of 128 chunks, one reads."""
+"""Requests until the first chunk is there: eight find a run of 128 chunks, one reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +74,18 @@ class ObjectStore(seam.TierFacts):
     bytes_: Fact[int] = UNSEEN
     reachable: Fact[bool] = UNSEEN
     speed: Fact[float] = UNSEEN
-    """Bytes a second of as many large gets at once as a tier makes."""
+    """Bytes a second of :data:`_REQUESTS` large gets at once."""
     latency: Fact[float] = UNSEEN
     away: bool = False
-    """The bucket does not answer, and waiting may mend that."""
+    """Whether the bucket does not answer now, and may do so later."""
 
     def measured(self, seconds: float) -> ObjectStore:
-        """Time a request that moves nothing, and eight gets at once of a 4 MiB trial object."""
+        """Measure the latency of a small request, and the pace of eight gets of 4 MiB at once."""
         return _timed(self, seconds) if self.reachable.value else self
 
 
 def probe(own: ObjectSection) -> ObjectStore:
-    """Try once what a tier does. Raises ConfigError, without the text, for no URL of a store."""
+    """Try each kind of request once. Raises ConfigError, without the URL, if that is no store's."""
     assert own.url is not None
     url, bytes_, label = own.url, own.bytes_, parse(own.url).label
     away = False

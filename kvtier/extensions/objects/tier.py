@@ -25,7 +25,7 @@ from kvtier.tiers.away.whole_objects import WholeObjectTier
 
 _LOG = logging.getLogger(__name__)
 _ALL_ASKED_CHUNKS = 8
-"""Chunks up to which each is asked for: exact, and no more requests than a bisection of 128."""
+"""Longest run whose chunks are all asked for: as many requests as a bisection of 128 chunks."""
 _LIST_S = 5.0
 _ASK_S = 8.0
 _ASKED_CHUNKS = 16
@@ -40,12 +40,12 @@ class ObjectTier(WholeObjectTier[Bucket]):
     name = "object"
     keeps_owners = asks_for_owners = True
     is_apart = False
-    """A list has shown chunks of another size, see :attr:`Tier.is_apart`."""
+    """Whether a list has shown chunks of another size, see :attr:`Tier.is_apart`."""
     _share = "object_bytes"
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. At most ``capacity`` keys, those written last, within bounds
-        of time and number. :meth:`find` finds the rest. After a fault: what was found so far."""
+        """List at most ``capacity`` keys, those written last. A fault or a bound of time or number
+        ends the list early; :meth:`find` finds the rest. See :meth:`Tier.recovered`."""
         stamps, whole = self._listed()
         return self._newest(stamps, "" if whole else " in the time a start may take")
 
@@ -55,7 +55,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
             return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
         if not self._has(keys[0]):
             return 0
-        # Of the first `held` chunks all are there, of the first `missing` not all.
+        # # The first `held` chunks are all there, the first `missing` are not.
         held, missing = 1, len(keys) + 1
         while missing - held > 1:
             middle = (held + missing) // 2
@@ -65,7 +65,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return held
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """A request a chunk, sixteen at a time."""
+        """Ask for each chunk's owner by a request of its own, sixteen at a time."""
         return [UNOWNED if whose is None else whose for whose in self._whose(keys)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
@@ -97,7 +97,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return found, whole and not unowned
 
     def _whose(self, keys: Sequence[ChunkKey], seconds: float = _ASK_S) -> list[int | None]:
-        """Owners of these chunks. None where that cannot be asked in ``seconds``."""
+        """Ask for the chunks' owners. None for those that did not answer within ``seconds``."""
         told: dict[ChunkKey, int | None] = {}
 
         def ask(key: ChunkKey) -> None:
@@ -114,7 +114,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return self._store.put(name, parts, owner)
 
     def _listed(self) -> tuple[dict[ChunkKey, datetime], bool]:
-        """Chunks -> last write. False when a fault, the time or the number cut the search short."""
+        """List chunks -> last write, and whether these are all: faults, time and number cut it."""
         stamps: dict[ChunkKey, datetime] = {}
         until, pages = self._clock() + _LIST_S, self._store.listed(self._form.folder)
         while self._clock() < until and len(stamps) < _LISTED_NAMES:

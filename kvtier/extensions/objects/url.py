@@ -26,7 +26,7 @@ _SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _PREFIX = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
 _PREFIX_LETTERS = 512
-"""Names in S3 have at most 1,024 bytes. Ours take 160 behind the prefix."""
+"""Longest prefix. Names in S3 have at most 1,024 bytes, of which ours take 160 behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ObjectUrl:
 
     @property
     def label(self) -> str:
-        """The URL. One that was understood holds no secret."""
+        """Text for logs: the URL itself, because one that was understood holds no secret."""
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
@@ -73,7 +73,7 @@ def parse(text: str) -> ObjectUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs. Of a text that cannot be read the scheme only."""
+    """Return ``text`` for logs: only the scheme if it cannot be read."""
     try:
         return parse(text).label
     except ConfigError:
@@ -82,7 +82,7 @@ def masked(text: str) -> str:
 
 
 def safe(_text: str) -> str | None:
-    """Always None: no URL of an object store holds a secret, because @, ? and # are refused."""
+    """Return None: no URL of an object store holds a secret, because @, ? and # are refused."""
     return None
 
 

@@ -50,30 +50,30 @@ from kvtier.spans import Range, filled
 from kvtier.store.lease import LoadLease
 
 FIELD = "kvtier.spans"
-"""In a request's ``kv_transfer_params``: its ranges. In the answer's: what came of them."""
+"""Key of ``kv_transfer_params``: a request's ranges, and in its answer what was reused."""
 FIRST = "kvtier.span_first"
-"""Tokens at the beginning of each moved span that are computed in place."""
+"""Key of ``kv_transfer_params``: number of each moved span's first tokens to compute in place."""
 
 
 @dataclass(slots=True)
 class SpanRequest:
     ranges: list[Range]
     homes: list[list[ChunkKey]]
-    """Keys of each range's home, after the anchor's."""
+    """Keys of each range's home, in order, after the anchor's."""
     twins: list[tuple[int, int, int, int]]
-    """``(source, chunk, one, other)``: places in a chunk of a home that have the same token.
-    Empty once the rotation was checked."""
+    """Two places of the same token in a chunk of a home, as ``(source, chunk, one, other)``. Empty
+    once the rotation was checked."""
     first: int = 0
     begin: int = -1
-    """Tokens that vLLM had by itself when the claims were made."""
+    """Tokens that vLLM had computed when the leases were made; -1 without leases."""
     sections: list[Section] = field(default_factory=list)
     leases: dict[int, LoadLease] = field(default_factory=dict)
-    """By the token at which its section begins."""
+    """Lease of each section, by the token at which the section begins."""
     until: float = 0.0
     missing: list[int] = field(default_factory=list)
-    """Ranges whose homes are not there, or not to the end of the document."""
+    """Numbers of the ranges whose homes are not cached to the end of the document."""
     reused: int = 0
-    """Loaded tokens, some of them from another place, without those that were computed in place."""
+    """Tokens loaded, moved ones included, without those that were computed in place."""
     declined: str = ""
 
     def drop(self) -> None:
@@ -104,20 +104,20 @@ class _Pending:
     prompt: Prompt
     asked: SpanRequest
     reused: int
-    """Tokens that the request then has, without those that are computed in place."""
+    """Tokens that the request has after the load, without those that are computed in place."""
     order: SpanPass | None
-    """Order of the pass; None where the load ends with the copies."""
+    """Order of the pass, or None if the load ends with the copies."""
     stale: bool = False
-    """The model's weights were replaced, so that it fails through no fault."""
+    """Whether the model's weights were replaced meanwhile: then its failure is not counted."""
     copied: bool = False
-    """By all ranks, and the order is given."""
+    """Whether all ranks have copied, and the pass was ordered."""
     done: int = 0
     failed: int = 0
 
 
 class _Known(NamedTuple):
-    """Tokens of a run of chunks that are in RAM (``ready``), and in all places (``known``).
-    ``wait_s``: an estimate of the seconds until all of it is in RAM. None: unknown."""
+    """Tokens of a run that are in RAM (``ready``), and in any tier (``known``). ``wait_s``:
+    estimated seconds until all are in RAM, or None if unknown."""
 
     ready: int
     known: int
@@ -126,14 +126,14 @@ class _Known(NamedTuple):
 
 class Able(NamedTuple):
     why_not: str = "off"
-    """Workers cannot move tokens. Empty: they can."""
+    """Reason why workers cannot move tokens; empty if they can."""
     why_not_in_place: str = "off"
     most_in_place: int = 0
-    """Tokens in one step, and for one request."""
+    """Most tokens that are computed in place in one step, and for one request."""
 
 
 class Spans(Extension):
-    """Counts tokens as ``spans_<kind>`` and requests as ``unblended_<reason>``."""
+    """Scheduler's half. Counts tokens as ``spans_<kind>``, requests as ``unblended_<reason>``."""
 
     def __init__(self, tools: Tools, able: Able) -> None:
         self._store, self._jobs, self._load_policy = tools.store, tools.jobs, tools.load_policy
@@ -143,7 +143,7 @@ class Spans(Extension):
         self._begun: list[SpanJob] = []
         self._orders: list[SpanPass] = []
         self._is_checked = False
-        """Every rank has seen that the rotation is right."""
+        """Whether every rank has found the rotation to be right."""
         self._failures = 0
         self._counts = Counter[str]()
         self._warned: set[str] = set()
@@ -151,7 +151,7 @@ class Spans(Extension):
     # ---- a request comes -------------------------------------------------------------------------
 
     def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
-        """A request that asks gets its keys before its salt."""
+        """Name the keys of a request that asks for spans, then give it a cache salt of its own."""
         params = request.kv_transfer_params or {}
         if FIELD not in params:
             return
@@ -256,7 +256,7 @@ class Spans(Extension):
     def _claim(
         self, asked: SpanRequest, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> bool:
-        """Claim what the prompt can be put together from, if that is worth it."""
+        """Claim the chunks of which the prompt can be put together, if that is worth it."""
         size, store = self._size, self._store
         exact = self._known(keys, ask=False)
         homes = self._of_homes(asked, exact.known)
@@ -293,7 +293,7 @@ class Spans(Extension):
         *,
         busy: bool,
     ) -> LoadPlan:
-        """Take what is in RAM, or wait for all that is there. ``rows``: the sections then."""
+        """Choose between the sections in RAM and waiting for all: the two ``rows``."""
         waits = [one.wait_s for one in known if one.known > one.ready]
         wait_s = sum(one for one in waits if one is not None) if None not in waits else None
         ends = []
@@ -310,14 +310,14 @@ class Spans(Extension):
         return self._bounded(asked, sections_of(asked.ranges, exact, homes), computed)
 
     def _known(self, keys: Sequence[ChunkKey], *, ask: bool = True) -> _Known:
-        """``ask``: what a shared tier may have is taken to be there."""
+        """Look up how much of a run is cached. ``ask``: chunks that Redis is asked for count."""
         size, result = self._size, self._store.lookup(keys)
         if ask and result.asking is not None:
             return _Known(size * result.ready, size * len(keys), result.asking.arrive_s)
         return _Known(size * result.ready, size * result.known, result.steps[-1][1])
 
     def _of_homes(self, asked: SpanRequest, exact: int) -> list[_Known]:
-        """Not of a span that lies in the first ``exact`` tokens, which the prompt has itself."""
+        """Look up each span's home, unless the prompt's first ``exact`` tokens contain the span."""
         found = list[_Known]()
         asked.missing = []
         for source, (span, home) in enumerate(zip(asked.ranges[1:], asked.homes, strict=True), 1):
@@ -328,7 +328,7 @@ class Spans(Extension):
         return found
 
     def _has_room(self, chunks: int) -> bool:
-        """One request may claim a quarter of the slots that the engine may hold."""
+        """Whether one request may claim ``chunks``: a quarter of the engine's slots."""
         return chunks <= self._store.most_held // 4
 
     def _end(self, asked: SpanRequest, reason: str) -> None:
@@ -339,7 +339,7 @@ class Spans(Extension):
     # ---- a job -----------------------------------------------------------------------------------
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
-        """Nothing of the request is saved from now on."""
+        """Begin the request's load. Nothing of the request is saved from now on."""
         asked = prompt.notes.get(self)
         if asked is None or not asked.leases or tokens <= 0:
             return False
@@ -397,7 +397,7 @@ class Spans(Extension):
             metadata.passes = self._due()
 
     def _due(self) -> list[SpanPass]:
-        """No more tokens than a step of the engine's own has."""
+        """Take orders for this step, with no more tokens than a step of the engine's own has."""
         now, tokens = list[SpanPass](), 0
         while self._orders:
             tokens += sum(len(run.tokens) for run in self._orders[0].runs)
@@ -420,7 +420,7 @@ class Spans(Extension):
             for lease in pending.leases:
                 lease.close()
             if pending.order is not None and not pending.copied:
-                # Now all ranks go on together.
+                # # All ranks have copied: now they compute in the same step.
                 if pending.failed:
                     pending.order.runs = []
                 pending.leases, pending.copied, pending.done, pending.failed = [], True, 0, 0
@@ -484,8 +484,8 @@ def _why_not(prompt: Prompt) -> str:
 
 
 def _resalt(request: Any) -> bool:
-    """Give a request a cache salt of its own. False, and nothing has changed, when that does not
-    make its blocks others for vLLM."""
+    """Give a request a cache salt of its own. Returns False, and changes nothing, if vLLM's hashes
+    of its blocks stay the same."""
     salt, before = request.cache_salt, list(request.block_hashes)
     request.cache_salt = f"{salt or ''}|{FIELD}|{secrets.token_hex(16)}"
     request.block_hashes.clear()
@@ -500,7 +500,7 @@ def _resalt(request: Any) -> bool:
 
 
 def _twins(tokens: Sequence[int]) -> tuple[int, int] | None:
-    """Two places with the same token, as far apart as the first that comes twice has them."""
+    """Return the two places farthest apart that have one token, or None if no token comes twice."""
     seen: dict[int, int] = {}
     best: tuple[int, int] | None = None
     for place, token in enumerate(tokens):

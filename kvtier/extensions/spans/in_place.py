@@ -28,10 +28,10 @@ _EAGER = "skip_compiled"
 
 
 class InPlace:
-    """One rank's, of one cache group of full attention. The worker's thread."""
+    """Forward pass of one rank, over one cache group of full attention. The worker's thread."""
 
     def __init__(self, vllm_config: Any, layers: Mapping[str, Any], block_tokens: int) -> None:
-        """``layers``: those whose KV is kept. Raises LayoutError where this cannot be done."""
+        """``layers`` are those whose KV is kept. Raises LayoutError if no pass is possible."""
         if vllm_config.lora_config is not None:
             raise LayoutError("LoRA is on, and which adapter a token has is told for a step only")
         if vllm_config.parallel_config.data_parallel_size != 1:
@@ -67,7 +67,7 @@ class InPlace:
 
     @torch.inference_mode()
     def __call__(self, runs: Sequence[InPlaceRun], block_ids: torch.Tensor) -> None:
-        """Compute the runs, which ascend. A slice sees what the slices before it have written."""
+        """Compute ascending runs, some at a time: each slice reads the KV of those before it."""
         for at in range(0, len(runs), self._most):
             self._compute(runs[at : at + self._most], block_ids)
 
@@ -105,7 +105,7 @@ class InPlace:
 
 
 def all_ready(ready: bool) -> bool:
-    """Every rank of tensor parallelism calls it, and waits here."""
+    """Return whether all ranks of tensor parallelism are ready. Waits until each has called it."""
     from vllm.distributed.parallel_state import get_tp_group
 
     said = torch.tensor([int(ready)])

@@ -34,10 +34,10 @@ from kvtier.extensions.spans.packing import KeyRotation, Write, learned, rotatio
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 Compute = Callable[[Sequence[InPlaceRun], torch.Tensor], None]
-"""``compute(runs, block_ids)``: a forward pass over tokens of one request."""
+"""Function ``compute(runs, block_ids)``: a forward pass over tokens of one request."""
 
 Agree = Callable[[bool], bool]
-"""``agree(ready)``: whether all ranks are ready. Each of them calls it as often as the others."""
+"""Function ``agree(ready)``: whether all ranks are ready. Each rank must call it equally often."""
 
 
 class _Copying(NamedTuple):
@@ -47,7 +47,7 @@ class _Copying(NamedTuple):
 
 
 class Mover(WorkerExtension):
-    """One rank's, of one cache group of full attention. The worker's thread."""
+    """Moves of one rank, in one cache group of full attention. The worker's thread."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Mover(WorkerExtension):
         make_in_place: Callable[[], Compute] | None = None,
         agree: Agree = bool,
     ) -> None:
-        """``tokens``: of a block. ``longest``: of a prompt. ``make_in_place`` raises LayoutError
-        where nothing computes in place. Raises LayoutError where tokens cannot be moved."""
+        """``tokens``: of a block. ``longest``: of a prompt. ``make_in_place`` raises LayoutError if
+        nothing is computed in place. Raises LayoutError if tokens cannot be moved."""
         self._caches = list(caches.values())
         self._layers = [layers[name] for name in caches]
         self._tokens = tokens
@@ -72,7 +72,7 @@ class Mover(WorkerExtension):
         self._checked = False
         self._copying: deque[_Copying] = deque()
         self._copied: set[int] = set()
-        """Jobs that go on with a pass."""
+        """Numbers of the copied jobs that wait for their pass."""
         self._in_place: Compute | None = None
         self._agree = agree
         self.why_not_in_place = "off"
@@ -131,7 +131,7 @@ class Mover(WorkerExtension):
         return jobs
 
     def go_on(self, part: Part, is_time: Callable[[], bool]) -> list[tuple[SpanJob, bool]]:
-        """Returns the jobs that ended, and whether they failed."""
+        """Copy until time is up. Returns the jobs that ended, and whether each failed."""
         ended = []
         while self._copying and is_time():
             job, left, block_ids = self._copying[0]
@@ -153,7 +153,7 @@ class Mover(WorkerExtension):
         return ended
 
     def compute(self, order: SpanPass) -> None:
-        """Raises when that fails, or the first layer does not have then what was moved there."""
+        """Compute in place. Raises if the first layer then differs from what was moved there."""
         ready = order.number in self._copied and self._in_place is not None
         self._copied.discard(order.number)
         if not order.runs:
@@ -173,7 +173,7 @@ class Mover(WorkerExtension):
                     raise LayoutError("what was computed in place differs in the first layer")
 
     def _first_layer(self, run: InPlaceRun, block_ids: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values of what was moved before the run, as they lie in blocks."""
+        """Read the first layer's keys and values of the run's moved tokens."""
         begin, until = run.moved // self._tokens, -(-run.end // self._tokens)
         rows = self._caches[0][block_ids[begin:until]].reshape(1, until - begin, -1)
         first = run.moved - begin * self._tokens
@@ -185,7 +185,7 @@ class Mover(WorkerExtension):
         return block_ids[positions // self._tokens] * self._tokens + positions % self._tokens
 
     def _check(self, job: SpanJob, part: Part) -> None:
-        """Raises LayoutError unless two keys of the same token differ by the rotation alone."""
+        """Check the rotation: raise LayoutError unless two keys of one token differ by it alone."""
         if not job.twins:
             raise LayoutError("no token comes twice, so the rotation cannot be checked here")
         for slot, one, other in job.twins:
@@ -204,7 +204,7 @@ class Mover(WorkerExtension):
             self._writer(index)(keys[index].contiguous(), values[index].contiguous(), slots)
 
     def _rows(self, slot: torch.Tensor) -> torch.Tensor:
-        """A slot's bytes as ``[layer, block, bytes]``, as saves write them."""
+        """View a slot's bytes as ``[layer, block, bytes]``, as saves write them."""
         size = self._caches[0][0].numel() * self._caches[0].element_size()
         return slot.view(len(self._layers), -1, size)
 
@@ -223,7 +223,7 @@ class Mover(WorkerExtension):
 
 
 def _dims(layer: Any) -> tuple[int, int]:
-    """Elements of a head's key and of its value."""
+    """Return the elements of a head's key and of its value."""
     if is_latent(layer):
         return layer.qk_rope_head_dim, layer.kv_lora_rank
     return layer.head_size, layer.head_size
@@ -238,7 +238,7 @@ class _Unmoved(WorkerExtension):
 
 
 def extension(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -> WorkerExtension:
-    """See :func:`mover_of`. An engine in which nothing is moved says why."""
+    """Return :func:`mover_of`, or an extension that tells why this engine moves nothing."""
     try:
         return mover_of(vllm_config, kept, caches)
     except LayoutError as error:
@@ -246,8 +246,8 @@ def extension(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -
 
 
 def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) -> Mover:
-    """``kept``: see :func:`kvtier.connectors.vllm.layout.kept`. Raises LayoutError, with the
-    reason, for engines in which nothing is moved."""
+    """Make the mover. ``kept``: see :func:`kvtier.connectors.vllm.layout.kept`. Raises LayoutError,
+    with the reason, for engines in which nothing is moved."""
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     if parallel.world_size != ranks or parallel.decode_context_parallel_size != 1:
@@ -266,7 +266,7 @@ def mover_of(vllm_config: Any, kept: Any, caches: Mapping[str, torch.Tensor]) ->
 
 
 def _refuse(layers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:
-    """Raises LayoutError where KV lies in a form that has not been tried."""
+    """Raise LayoutError for KV in a form that has not been tried."""
     first = caches[0]
     if first.device.type != "cpu":
         raise LayoutError(f"the KV cache is on {first.device}; spans have run on CPUs only")
@@ -288,26 +288,26 @@ def _refuse(layers: Sequence[Any], caches: Sequence[torch.Tensor]) -> None:
 
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Every layer of these has rotated keys."""
+"""Models whose layers all have rotated keys."""
 LATENT_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-"""Every layer of these keeps a latent, in which no position is, and a rotated key."""
+"""Models whose layers all keep a latent, which has no position, and a rotated key."""
 _CLASSES = (
     "RotaryEmbedding",
     "Llama3RotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
     "DeepseekScalingRotaryEmbedding",
 )
-"""Angles that grow evenly with the position, whatever the length of the prompt."""
+"""Rotary classes whose angles grow evenly with the position, whatever the prompt's length."""
 
 
 def is_latent(layer: Any) -> bool:
-    """Multi-head latent attention (MLA)."""
+    """Whether the layer has multi-head latent attention (MLA)."""
     return hasattr(layer, "kv_lora_rank")
 
 
 def rotation_of_model(layers: Sequence[Any], longest: int) -> KeyRotation:
-    """``longest``: tokens of the longest prompt. Raises LayoutError for a model whose rotation
-    is not known to rotate every layer's keys alike."""
+    """Read the model's rotation. ``longest``: tokens of the longest prompt. Raises LayoutError
+    unless it is known to rotate every layer's keys alike."""
     roots = models_with(layers)
     kinds = [type(root).__name__ for root in roots]
     known = LATENT_MODELS if all(is_latent(layer) for layer in layers) else MODELS

@@ -21,20 +21,20 @@ import torch
 from kvtier.core.errors import LayoutError
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``write(keys, values, places)``: the engine's. A place is block * tokens of a block + token."""
+"""The engine's ``write(keys, values, places)``. A place is block * tokens of a block + token."""
 _EXACT_NUMBERS = 100
-"""Whole numbers up to this are exact in every type that KV has."""
+"""Whole numbers below this are exact in every type that KV has."""
 
 
 class Even(NamedTuple):
-    """Places that grow evenly along each of some axes."""
+    """Places in a block that grow evenly along each axis, as strides."""
 
     first: int
     sizes: list[int]
     strides: list[int]
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """``[layer, block, *sizes]`` of ``[layer, block, element]``. Nothing is copied."""
+        """View ``[layer, block, element]`` as ``[layer, block, *sizes]``. Nothing is copied."""
         layer, block, _ = elements.stride()
         sizes, strides = [*elements.shape[:2], *self.sizes], [layer, block, *self.strides]
         return elements.as_strided(sizes, strides, elements.storage_offset() + self.first)
@@ -45,13 +45,13 @@ class Packing:
     dtype: torch.dtype
     keys: torch.Tensor
     values: torch.Tensor
-    """``[token, head, dim]``: the place of each element among a block's elements."""
+    """``[token, head, dim]``: the place of each element in a block. ``keys`` likewise."""
     even: tuple[Even | None, Even | None]
-    """The same places as strides. None: no strides show them, so elements are gathered, which takes
-    several times as long."""
+    """Strides of the keys' and the values' places. None if they have none: then elements are
+    gathered, which takes several times as long."""
 
     def read(self, blocks: torch.Tensor, first: int, count: int) -> list[torch.Tensor]:
-        """Keys and values of ``count`` tokens, from token ``first`` of these blocks on.
+        """Read keys and values of ``count`` tokens, from token ``first`` of these blocks on.
 
         ``blocks``: uint8, ``[layers, blocks, bytes]``. Results: ``[layers, count, heads, dim]``."""
         tokens = len(self.keys)
@@ -68,9 +68,9 @@ class Packing:
 def learned(
     write: Write, cache: torch.Tensor, tokens: int, heads: int, dims: tuple[int, int]
 ) -> Packing:
-    """The packing of one layer's ``cache``, whose axis 0 counts blocks of ``tokens``. Its last
-    block is written to, and has its bytes back at the end. Raises LayoutError when not every
-    element of keys and values has a place of its own in the block."""
+    """Learn the packing of one layer's ``cache``, whose axis 0 counts blocks of ``tokens``. Its
+    last block is written to, and restored. Raises LayoutError unless every element of keys and
+    values has a place of its own in the block."""
     block = cache.shape[0] - 1
     row = cache[block]
     size = tokens * heads * sum(dims)
@@ -90,7 +90,7 @@ def learned(
 def _places(
     write: Write, row: torch.Tensor, block: int, form: tuple[int, int, tuple[int, int]], which: int
 ) -> torch.Tensor:
-    """Of keys (``which`` 0) or values (1): each element's number is written digit by digit."""
+    """Find places of keys (``which`` 0) or values (1) by writing numbers, digit by digit."""
     tokens, heads, dims = form
     shape = tokens, heads, dims[which]
     size = math.prod(shape)
@@ -119,8 +119,8 @@ def _places(
 
 
 def _even(places: torch.Tensor) -> Even | None:
-    """Strides of ``places``, of which each axis is seen as one axis a prime factor, because
-    kernels put some tokens, or elements, beside each other. None: they do not grow evenly."""
+    """Return the strides of ``places``, or None if they do not grow evenly. Each axis is split into
+    its prime factors, because kernels interleave some tokens or elements."""
     sizes = [factor for size in places.shape for factor in _factors(size)]
     apart, first, strides = places.reshape(sizes), int(places.flatten()[0]), list[int]()
     built = torch.tensor(first)
@@ -132,7 +132,7 @@ def _even(places: torch.Tensor) -> Even | None:
 
 
 def _factors(number: int) -> list[int]:
-    """Prime factors. Those of 2 are the last, because that is what lies beside each other."""
+    """Return the prime factors, those of 2 last, because kernels interleave by them."""
     found, factor = list[int](), 2
     while number > 1:
         if number % factor:
@@ -144,14 +144,14 @@ def _factors(number: int) -> list[int]:
 
 
 _EXACT_PART, _ROUNDED_PART = 2e-3, 4e-2
-"""Most that two rotated keys may differ by, as a part of the largest element: in float32, and in
-the types of half its size."""
+"""Largest difference of two equal rotated keys, as a part of the largest element: in float32, and
+in the types of half its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRotation:
-    """``cos`` and ``sin``: ``[position, pair]``, float32. ``neox``: a pair's elements are half of
-    ``width`` apart, else neighbours. Elements from ``width`` on are not rotated."""
+    """A model's rotation. ``cos`` and ``sin``: ``[position, pair]``, float32. ``neox``: a pair is
+    half of ``width`` apart, else neighbours. Elements from ``width`` on are not rotated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -159,7 +159,7 @@ class KeyRotation:
     neox: bool
 
     def moved(self, keys: torch.Tensor, distance: int) -> torch.Tensor:
-        """``keys``: ``[..., dim]``. Computed in float32."""
+        """Rotate ``keys``, ``[..., dim]``, by ``distance`` positions. Computed in float32."""
         if not distance:
             return keys
         cos, sin = self.cos[abs(distance)], self.sin[abs(distance)]
@@ -184,9 +184,9 @@ class KeyRotation:
 
 
 def rotation_of(table: torch.Tensor, width: int, neox: bool) -> KeyRotation:
-    """Of a rotary module's table ``[position, cos | sin]``. A scale that all entries have
-    (YaRN's) is taken out: the keys have it already. Raises LayoutError unless rotations by the
-    table's rows add up."""
+    """Make the rotation of a rotary module's table ``[position, cos | sin]``. A scale that all
+    entries have (YaRN's) is taken out: the keys have it already. Raises LayoutError unless
+    rotations by the table's rows add up."""
     half = width // 2
     if table.ndim != 2 or table.shape[1] != 2 * half or len(table) < 2:
         raise LayoutError(f"a rotary table of shape {tuple(table.shape)} for {width} elements")

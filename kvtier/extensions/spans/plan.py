@@ -21,16 +21,16 @@ from kvtier.connectors.vllm.groups import SpanMove
 from kvtier.spans import Range
 
 PROMPT = 0
-"""The source of a section that is the prompt's own beginning, and no span's."""
+"""Source of a section that is the prompt's own beginning, and no span's."""
 MOST_SPANS = 64
-"""Documents of one request. Each is a question and a load in the engine's scheduling loop."""
+"""Most documents of one request. Each is a lookup and a load in the engine's scheduling loop."""
 
 
 class Section(NamedTuple):
-    """Tokens ``begin`` to ``end`` of a prompt: in their source, ``first`` and those behind it."""
+    """Tokens ``begin`` to ``end`` of a prompt, which begin at token ``first`` of their source."""
 
     source: int
-    """Index of the range whose home it is. :data:`PROMPT`: the prompt itself."""
+    """Number of the range whose home it is, or :data:`PROMPT`."""
     begin: int
     end: int
     first: int
@@ -43,8 +43,8 @@ class Section(NamedTuple):
 class ComputedRun(NamedTuple):
     """Tokens ``begin`` to ``end`` of a prompt, which are computed in place.
 
-    Up to ``moved`` they lie in a hole. From there on they are the first tokens of a section, and
-    what was moved there is a check of the run. So each run has at least one of them."""
+    Those before ``moved`` lie in a hole. The others, at least one, are a section's first tokens:
+    what was moved there must equal what the run computes."""
 
     begin: int
     moved: int
@@ -56,8 +56,8 @@ class TooManyError(ValueError):
 
 
 def ranges_of(given: object, tokens: int) -> list[Range]:
-    """The anchor's range, then the spans'. ``tokens``: of the prompt. Raises TooManyError, or
-    ValueError with what is wrong."""
+    """Parse the ranges: the anchor's, then the spans'. ``tokens``: of the prompt. Raises
+    TooManyError, or ValueError with the fault."""
     expected = f"expected a list of 2 to {1 + MOST_SPANS} ranges, the anchor's first"
     if not isinstance(given, list) or len(given) < 2:
         raise ValueError(expected)
@@ -80,15 +80,15 @@ def ranges_of(given: object, tokens: int) -> list[Range]:
 
 
 def first_of(given: object) -> int:
-    """Tokens of each moved span to be computed in place. Raises ValueError, with what is wrong."""
+    """Parse the number of tokens of each moved span to be computed in place. Raises ValueError."""
     if type(given) is not int or given < 0:
         raise ValueError(f"{given!r}: expected a whole number of tokens, at least 0")
     return given
 
 
 def sections_of(ranges: Sequence[Range], exact: int, homes: Sequence[int]) -> list[Section]:
-    """``exact``: tokens that are known of the prompt itself, which are taken as they are.
-    ``homes``: tokens that are known of each range's home, after the anchor's."""
+    """Put the prompt together from its own first ``exact`` tokens and from homes. ``homes``: the
+    known tokens of each range's home, after the anchor's."""
     anchor = ranges[0].end
     found = [Section(PROMPT, 0, exact, 0)] if exact else []
     whole = next((source for source, known in enumerate(homes, 1) if known >= anchor), PROMPT)
@@ -110,8 +110,8 @@ def sections_of(ranges: Sequence[Range], exact: int, homes: Sequence[int]) -> li
 def runs_of(
     ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int
 ) -> list[ComputedRun]:
-    """Holes behind the first ``begin`` tokens, and the first ``first`` tokens of each span that
-    is moved, in ascending order."""
+    """Return the holes behind the first ``begin`` tokens, and the first ``first`` tokens of each
+    span that is moved, in ascending order."""
     runs, reach = list[ComputedRun](), begin
     for section in sections:
         if section.end <= begin:
@@ -129,7 +129,7 @@ def runs_of(
 def bounded(
     ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int, most: int
 ) -> list[Section]:
-    """Sections up to the run with which more than ``most`` tokens were computed in place."""
+    """Return the sections up to the run that would exceed ``most`` tokens computed in place."""
     tokens = 0
     for run in runs_of(ranges, sections, first, begin):
         tokens += run.end - run.begin
@@ -139,8 +139,8 @@ def bounded(
 
 
 def in_blocks(sections: Sequence[Section], longest: int, block: int) -> list[Section]:
-    """The sections of the first ``longest`` tokens at most, so that they end with a whole block
-    and with a token that is there."""
+    """Cut the sections at ``longest`` tokens or earlier, at the end of a whole block that they
+    cover."""
     found, end = list(sections), longest
     while found:
         end = min(end, found[-1].end) // block * block
@@ -157,8 +157,8 @@ def is_moved(sections: Sequence[Section]) -> bool:
 def pieces_of(
     section: Section, slots: Sequence[int], chunk_tokens: int, begin: int, end: int
 ) -> Iterator[SpanMove]:
-    """Tokens ``begin`` to ``end`` of a section, slot by slot. ``slots``: of the source's chunks,
-    from the one in which the section begins."""
+    """Yield the moves of a section's tokens from ``begin`` to ``end``, slot by slot. ``slots``: of
+    the source's chunks, from the one in which the section begins."""
     at, until = max(begin, section.begin), min(end, section.end)
     zeroth = section.first // chunk_tokens
     while at < until:

@@ -25,7 +25,7 @@ from kvtier.core.terminal import progress
 from kvtier.spans import homes
 
 _QUOTED_CHARS = 300
-"""Characters of an engine's complaint that are shown."""
+"""Most characters shown of an engine's error."""
 _JSON = "application/json"
 
 
@@ -33,7 +33,7 @@ class Warmed(NamedTuple):
     homes: int
     tokens: int
     cached: int | None
-    """Tokens that the engine had already. None where it does not tell."""
+    """Tokens that the engine had already, or None if it does not tell."""
     refused: dict[int, str]
 
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send every home. 1 when the engine refused one. Raises ConfigError for bad input."""
+    """Send every home. Returns 1 if the engine refused one. Raises ConfigError for bad input."""
     chunk = arguments.chunk_tokens
     if chunk is None:
         chunk = load(arguments.config).engine.chunk_tokens
@@ -116,7 +116,7 @@ class _Served:
         return wanted or names[0]
 
     def tokens(self, part: str | list[int], what: str) -> list[int]:
-        """Token ids of a text, without any that a tokenizer would add."""
+        """Ask for the token ids of a text, without special tokens."""
         if not isinstance(part, str):
             return part
         body = {"model": self.model, "prompt": part, "add_special_tokens": False}
@@ -129,7 +129,7 @@ class _Served:
             ) from error
 
     def prefill(self, tokens: Sequence[int]) -> int | None:
-        """Tokens that were cached. Raises NoCompletionError."""
+        """Send a prompt. Returns its cached tokens, if told. Raises NoCompletionError."""
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0}
         if self._salt is not None:
             body["cache_salt"] = self._salt
@@ -141,7 +141,7 @@ class _Served:
         return int(cached) if cached is not None else None
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        """GET, or POST with a body. Raises NoCompletionError unless the answer is JSON."""
+        """Send a GET, or POST a body. Raises NoCompletionError unless the answer is JSON."""
         sent = None if body is None else msgspec.json.encode(body)
         try:
             answer, text = exchange(self._url, path, sent, self._headers, self._timeout_s)
@@ -189,7 +189,7 @@ def _told(done: Warmed) -> str:
 
 
 def _anchor(path: str) -> str | list[int]:
-    """The text with all its line ends, or the token ids of a JSON list."""
+    """Read the anchor: a text with all its line ends, or the token ids of a JSON list."""
     text = _read(path, "--anchor")
     if not path.endswith(".json"):
         return text

@@ -21,12 +21,12 @@ _TOPOLOGY = (
     *("tensor_parallel_size", "disable_custom_all_reduce"),
     *("enable_sp", "fuse_gemm_comms", "fuse_allreduce_rms"),
 )
-"""Fields that follow from how many GPUs share a layer."""
+"""Configuration fields that follow from the number of GPUs that share a layer."""
 
 
 def engine_identity(spec: Any) -> dict[str, Any]:
-    """Parts of the fingerprint for a vLLM ``OffloadingSpec``. Reads the weight files, unless their
-    digests are kept. The log says why a name is of this start only."""
+    """Return the fingerprint's parts for a vLLM ``OffloadingSpec``. Reads the weight files, unless
+    their digests are kept. Logs why a name is of this start only."""
     config, vllm_config = spec.config, _vllm_config()
     if vllm_config is None:
         return {"start": start_word("vLLM's configuration was not found")}
@@ -54,15 +54,15 @@ def engine_identity(spec: Any) -> dict[str, Any]:
 
 
 def _vllm_config() -> Any:
-    """vLLM gives a tier a digest of its configuration, without what names the model's content. The
-    whole is in the hands of the caller that makes the tiers."""
+    """Find vLLM's configuration in the frame of the caller that makes the tiers: a tier is given
+    only a digest of it, without what names the model's content."""
     frames = islice(walk_stack(sys._getframe()), _MOST_FRAMES)
     found = (frame.f_locals.get("vllm_config") for frame, _ in frames)
     return next((one for one in found if hasattr(one, "model_config")), None)
 
 
 def _unnamed(vllm_config: Any) -> str:
-    """Why vLLM's keys and the weights' files do not name all that decides. Empty: they do."""
+    """Return why vLLM's keys and the weights' files do not name all that decides, or ""."""
     model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo
     if not is_local(vllm_config):
         return f"the weights of {model.model} are not local files"
@@ -82,7 +82,7 @@ def _without_topology(config: Any) -> Any:
 
 
 def _hardware() -> str:
-    """As the connector's ranks tell it, without opening a GPU in the scheduler's process."""
+    """Name the hardware as ranks do, without opening a GPU in the scheduler's process."""
     from vllm.platforms import current_platform
 
     from kvtier.connectors.vllm.worker_side.loaded import hardware

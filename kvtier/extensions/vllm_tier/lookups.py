@@ -12,24 +12,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 Question = tuple[str, list[bytes]]
-"""A request, and those of its chunks that are to be asked for as one run."""
+"""Request id and a run of its chunks to ask the server for."""
 _GROUP_BYTES = 4
-"""The end of a vLLM key: its cache group."""
+"""Last bytes of a vLLM key, which name its cache group."""
 
 
 class Lookups:
-    """One thread calls it, but for :meth:`answered`. An answer may take ``timeout_s`` of
-    ``clock``'s seconds. ``counts`` is of verdicts."""
+    """Verdicts on chunks, by request. For one thread, but for :meth:`answered`. An answer may take
+    ``timeout_s`` of ``clock``'s seconds. ``counts`` is of verdicts."""
 
     def __init__(self, clock: Callable[[], float], timeout_s: float, counts: Counter[str]) -> None:
         self._clock, self.timeout_s, self._counts = clock, timeout_s, counts
         self._verdicts = dict[str, dict[bytes, bool | float]]()
-        """By request, whether each chunk is held. A number: when its answer comes too late."""
+        """Verdicts by request and chunk. A number is the time until which an answer may come."""
         self._questions = dict[tuple[str, bytes], list[bytes]]()
         self._answers = deque[tuple[Question, Sequence[bool]]]()
 
     def held(self, key: bytes, request: str) -> bool | None:
-        """Whether the chunk is held. None: it is being asked."""
+        """Whether the chunk is held; None while the server is asked."""
         while self._answers:
             (asked_by, keys), answer = self._answers.popleft()
             asked = self._verdicts.get(asked_by, {})
@@ -52,16 +52,16 @@ class Lookups:
         return False
 
     def questions(self) -> list[Question]:
-        """Runs that are to be asked for now: one for each request and cache group."""
+        """Take the runs to ask for now: one for each request and cache group."""
         questions, self._questions = self._questions, {}
         return [(request, keys) for (request, _), keys in questions.items()]
 
     def answered(self, question: Question, answer: Sequence[bool]) -> None:
-        """Any thread."""
+        """Queue an answer. Any thread."""
         self._answers.append((question, answer))
 
     def failed(self, request: str, keys: Iterable[bytes]) -> None:
-        """Chunks that could not be loaded are misses."""
+        """Turn the verdicts on chunks that could not be loaded into misses."""
         self._verdicts.get(request, {}).update(dict.fromkeys(keys, False))
 
     def ended(self, request: str) -> None:

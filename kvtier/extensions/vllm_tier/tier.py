@@ -37,7 +37,7 @@ CHUNKS = "kvtier_tier_chunks"
 _MOVE_THREADS, _QUESTIONS, _JOBS = 4, 64, 256
 _POLL_S, _CLOSE_S = 0.001, 10.0
 _ANSWER_TIMES = 10
-"""A lookup may take so many answers' time: one for each of its questions, and those before it."""
+"""Answers' time that a lookup may take: one for each of its questions, and those before it."""
 _MOST_ANNOUNCED_CHUNKS = 1 << 18
 
 
@@ -45,8 +45,8 @@ class KVTierTier(SecondaryTierManager):
     """Chunks of one engine. ``given``: keys of the entry in ``secondary_tiers``, kvtier's
     (:data:`kvtier.extensions.cache_server.KEYS`) and ``enable_kv_events``.
 
-    Raises ConfigError for a key that is unknown, and for a server that refuses us. A server that is
-    not there is a cache that is empty."""
+    Raises ConfigError for an unknown key, or a server that refuses us. A server that is not there
+    is an empty cache."""
 
     medium = base.Medium.STORAGE
 
@@ -77,7 +77,7 @@ class KVTierTier(SecondaryTierManager):
         self._moving = Lane("vllm-tier-move", _MOVE_THREADS, urgent_bound=_JOBS, bound=_JOBS)
         self._draining = False
         self._done = deque[tuple[Any, list[bool], float]]()
-        """Jobs, which of their chunks were moved, and seconds."""
+        """Ended jobs: job, which of its chunks were moved, seconds."""
         self._emits = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events, self._announced = list[base.OffloadingEvent](), dict[bytes, bool]()
         logger.info("chunks of %d bytes at the kvtier server %s", self.block_size_bytes, address)
@@ -99,7 +99,7 @@ class KVTierTier(SecondaryTierManager):
         self._lookups.ended(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask for all chunks of the step. A full lane asks nothing: they are misses in time."""
+        """Ask for all chunks of the step. If the lane is full, they become misses unasked."""
         lookups, questions = self._lookups, self._lookups.questions()
 
         def ask() -> None:
@@ -142,10 +142,10 @@ class KVTierTier(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Wait until no job touches vLLM's memory. Those that have not begun fail.
+        """Wait until no job touches vLLM's memory. Jobs that have not begun fail.
 
-        vLLM asks for it where it forgets all that it has cached, as after other weights have been
-        loaded. So what comes has other names than what was kept before."""
+        vLLM calls it to reset its caches, as after other weights were loaded. So later chunks get
+        other keys."""
         self._draining = True
         while not self._moving.is_idle:
             time.sleep(_POLL_S)
@@ -164,7 +164,7 @@ class KVTierTier(SecondaryTierManager):
     # ---- on a lane -------------------------------------------------------------------------------
 
     def _move(self, job: Any, until: float) -> list[bool]:
-        """Says of each chunk whether it is held, or was loaded."""
+        """Save or load a job's chunks. Returns for each whether it is held, or was loaded."""
         keys, size = self._named(job.keys), self.block_size_bytes
 
         def fill(place: int, slot: memoryview) -> bool:
@@ -197,7 +197,7 @@ class KVTierTier(SecondaryTierManager):
         self._events.append(base.OffloadingEvent(keys, self.medium, removed, self.locality))
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
-        """Chunks that were stored, and those that a later lookup did not find any more."""
+        """Take the events of stored chunks, and of those that a later lookup missed."""
         events, self._events = self._events, []
         return events
 
