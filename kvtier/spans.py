@@ -39,7 +39,7 @@ class Composed(NamedTuple):
     ranges: list[Range]
     """The anchor's, then one for each document, as they stand in the prompt."""
     documents: list[int]
-    """For each range after the anchor's: the index of its document in what was given."""
+    """For each range after the anchor's, the index of its document in the given sequence."""
 
 
 class Home(NamedTuple):
@@ -90,12 +90,11 @@ def compose(
 def homes(
     anchor: Sequence[int], documents: Sequence[Sequence[int]], chunk_tokens: int
 ) -> list[Home]:
-    """The home of each document, in their order.
+    """Return the home of each document, in their order.
 
     A home ends with *filler* up to a whole chunk: the document's last token again and again, which
     no token of the document sees. Raises ConfigError for an empty part and for a chunk that is no
-    positive number.
-    """
+    positive number."""
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ConfigError(
             f"chunk_tokens={chunk_tokens!r}: expected tokens, at least 1; give the engine's "
@@ -111,7 +110,7 @@ def homes(
 
 
 def filled(tokens: list[int], chunk_tokens: int) -> list[int]:
-    """The tokens, which end with a document, and filler up to a whole number of chunks."""
+    """Return ``tokens``, which end with a document, with filler up to a whole number of chunks."""
     return tokens + tokens[-1:] * (-len(tokens) % chunk_tokens)
 
 

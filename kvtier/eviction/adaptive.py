@@ -25,12 +25,12 @@ from kvtier.eviction.segments import Segments
 from kvtier.eviction.shadows import Shadows
 
 _EARLY_PART = 0.25
-"""Copies that may leave early for one chunk that is written."""
+"""Copies that may leave early for each chunk that is written."""
 _PAUSE_CHUNKS, _LONGEST_PAUSE_CHUNKS = 400.0, 8_000.0
-"""Copies more that stay for each chunk that was lost, and at most. A prompt's run is cut there,
-which costs more than the room of many copies is worth."""
+"""Copies that must stay for each chunk that was lost, and the most that losses together keep. A
+prompt's run is cut at a lost chunk, which costs more than the room of many copies is worth."""
 _ALONE_PARTS = 8
-"""At first one of so many chunks in RAM may be there alone."""
+"""Divisor of RAM's chunks: at first this part of them may be in RAM alone."""
 
 
 class Exclusive(Segments):
@@ -48,7 +48,7 @@ class Exclusive(Segments):
         """Chunks whose copy left early, and that were not written again yet."""
         self._may_be_alone = ram.room / _ALONE_PARTS
         self._may_leave = 0.0
-        """Copies that may leave early for what was written."""
+        """Number of copies that may leave early. Below 0 for a while after losses."""
         ram.evicts.append(self._left_ram)
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
@@ -107,8 +107,8 @@ class Exclusive(Segments):
                 )
 
     def _has_room_for_one_more(self) -> bool:
-        """Whether one more chunk may be in RAM alone. If not, one of those is looked at, which may
-        have been forgotten there."""
+        """Return whether one more chunk may be in RAM alone. If not, drop the oldest such chunk
+        from the count if RAM no longer has it."""
         if len(self._alone) < self._may_be_alone:
             return True
         key, _ = self._alone.popitem(last=False)
@@ -144,8 +144,8 @@ class Adaptive:
     def following(
         self, run: Sequence[ChunkKey], session: int, lock: AbstractContextManager[object]
     ) -> Steps[None]:
-        """Let each place take the setting that its shadows find best with this prompt. In pieces,
-        without the lock, which is taken for short when a setting changes."""
+        """Let each place take the setting that its shadows find best with this prompt, in pieces.
+        The lock is taken for short when a setting changes, and not held otherwise."""
         for live, shadows in self.places:
             if shadows.room != live.room:
                 shadows.resize(live.room)
@@ -161,14 +161,14 @@ class Adaptive:
                         left = live.trim(PIECE_CHUNKS)
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """Chunks of ``run`` will not be asked for again. In pieces, without the lock."""
+        """Cool chunks of ``run``, which will not be used again. In pieces, without the lock."""
         for _, shadows in self.places:
             yield from shadows.over(run)
 
     def counts(self) -> dict[str, int]:
-        """Of RAM: the index of the setting in use (``policy_now``), the chunks that the shadows
-        were asked for, how many of them each setting hit, and what those hits saved, in chunks at a
-        prompt's beginning."""
+        """Return the counts of RAM's shadows: the index of the setting in use (``policy_now``), the
+        chunks that the shadows were asked for, how many of them each setting hit, and what those
+        hits saved, in chunks at a prompt's beginning."""
         _, shadows = self.places[0]
         return {
             "policy_asked": shadows.asked,
@@ -184,13 +184,13 @@ class Adaptive:
 class Orders(NamedTuple):
     ram: PolicyOf = LRU
     lower: PolicyOf = LRU
-    """Of each lower tier that is written when a chunk is saved."""
+    """Policy of each lower tier that is written when a chunk is saved."""
     on_evict: PolicyOf = LRU
-    """Of each lower tier that is written when RAM drops a chunk."""
+    """Policy of each lower tier that is written when RAM drops a chunk."""
     adaptive: Adaptive | None = None
-    """RAM's, if it adapts: it is told of each prompt."""
+    """Maker of RAM's policy, if it adapts: it is told of each prompt."""
     keep: float = KEEP_PART
-    """The part of each place that one owner may keep by hints."""
+    """Part of each place that one owner may keep by hints."""
 
 
 ALL_LRU = Orders()

@@ -16,37 +16,37 @@ LONGEST_KEEP_S = 86_400.0
 _SALT_BYTES = 8
 _MARK = "@"
 PRIORITY_KEEP_S = 300.0
-"""For a higher priority, after the prompt's last use."""
+"""Time after its last use for which a prompt of a higher priority is kept."""
 
 
 class Hint(NamedTuple):
     over: bool = False
-    """The session has ended: chunks that it alone has leave first, and are not written below."""
+    """Whether the session has ended: its own chunks leave first, and are not written below."""
     keep_s: float = 0.0
-    """The run will be used again within so many seconds after its last use. 0: nothing is known."""
+    """Seconds after its last use within which the run will be used again. 0 if nothing is known."""
     salt: str = ""
-    """:func:`salt_name` of the client that keeps it: clients share what one tenant may keep."""
+    """:func:`salt_name` of the client that keeps the run. Its keeps count together."""
 
 
 NO_HINT = Hint()
 
 
 def session_name(salt: str | None, session: str) -> str:
-    """A session's name in a Store, of fixed length. Sessions with different cache salts are
-    different, even with the same name. Empty: no name."""
+    """Return a session's name in a Store, of fixed length. Sessions with different cache salts are
+    different, even with the same name. Empty if there is no name."""
     if not session:
         return ""
     return hashlib.blake2b(json.dumps([salt or "", session]).encode(), digest_size=16).hexdigest()
 
 
 def salt_name(salt: str | None) -> str:
-    """Stands for a cache salt in a Store, with a fixed length. Empty: the client has none."""
+    """Return a word of fixed length that stands for a cache salt. Empty if there is none."""
     text = (salt or "").encode(errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=_SALT_BYTES).hexdigest() if salt else ""
 
 
 def with_salt(session: str, salt: str) -> str:
-    """A session's name and a salt's in one word, of at most 64 letters, as a server is told."""
+    """Join a session's name and a salt's into one word, of at most 64 letters, for a server."""
     return session[: 64 - 1 - 2 * _SALT_BYTES] + _MARK + salt if salt else session[:64]
 
 
@@ -56,7 +56,8 @@ def without_salt(word: str) -> tuple[str, str]:
 
 
 def read(given: Mapping[str, object]) -> tuple[Hint, int]:
-    """The hint in a request's words, and how many words are bad or unknown. Those are ignored.
+    """Return the hint in a request's words, and how many words are bad or unknown, which are
+    ignored.
 
     - ``over``: true or false.
     - ``keep_s``: seconds, at most a day.

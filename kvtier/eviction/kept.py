@@ -25,10 +25,10 @@ _TICK_CHUNKS = 8
 class Stay(NamedTuple):
     owner: int
     seconds: float
-    """After the last use."""
+    """Seconds after the last use for which the chunk is kept."""
     until: float
     salt: str = ""
-    """Stands for the cache salt of the client that keeps it."""
+    """:func:`~kvtier.eviction.hints.salt_name` of the client that keeps the chunk."""
 
 
 Released = tuple[ChunkKey, int]
@@ -36,8 +36,8 @@ Released = tuple[ChunkKey, int]
 
 
 class Kept:
-    """Used under the Store's lock. ``room``: of the place, in chunks. ``part``: of the place, or of
-    its own quota (``share``), that one owner may keep."""
+    """Kept chunks of one place, used under the Store's lock. ``room``: of the place, in chunks.
+    ``part``: of the place, or of its own quota (``share``), that one owner may keep."""
 
     __slots__ = ("_now", "_of", "_part", "_room", "_share", "stays")
 
@@ -45,7 +45,7 @@ class Kept:
         self._room, self._part, self._share = room, part, share
         self._now = 0.0
         self.stays: OrderedDict[ChunkKey, Stay] = OrderedDict()
-        """Every kept chunk. The first ones are looked at next."""
+        """Every kept chunk, in the order in which :meth:`tick` looks at them."""
         self._of: dict[int, _Salts] = {}
 
     @property
@@ -57,7 +57,7 @@ class Kept:
         return int(max(self._part, _TOGETHER_PART) * self._room)
 
     def resize(self, room: int) -> list[Released]:
-        """Set the room, in chunks. Returns the chunks that are too many."""
+        """Set the room, in chunks. Drops and returns the chunks that are too many."""
         self._room = room
         return [one for owner in list(self._of) for one in self._surplus(owner)]
 
@@ -65,7 +65,7 @@ class Kept:
         self, run: Sequence[tuple[ChunkKey, int]], seconds: float, salt: str = ""
     ) -> list[Released]:
         """Keep these chunks, which were not kept, each with its owner, for a client with this salt.
-        The last one becomes the hottest. Returns the chunks that are too many."""
+        The last one becomes the hottest. Drops and returns the chunks that are too many."""
         for key, owner in run:
             self._put(key, Stay(owner, seconds, self._now + seconds, salt))
         return [one for owner in {owner for _, owner in run} for one in self._surplus(owner)]
@@ -92,7 +92,7 @@ class Kept:
         return stay.owner
 
     def tick(self, now: float) -> list[Released]:
-        """Chunks whose time is over, of a few that are looked at. All get their turn."""
+        """Look at the next few chunks. Drops and returns those whose time is over."""
         self._now, over = now, list[Released]()
         for key, stay in list(islice(self.stays.items(), _TICK_CHUNKS)):
             if stay.until > now:
@@ -102,7 +102,7 @@ class Kept:
         return over
 
     def _surplus(self, owner: int) -> list[Released]:
-        """Let go of what this owner keeps beyond its bound, and of what all keep beyond theirs."""
+        """Drop and return what this owner keeps beyond its bound, and all beyond theirs."""
         count = self.count(owner) - self.own_bound
         released = self._release(owner, count)
         while (count := len(self.stays) - self.bound) > 0:
@@ -123,7 +123,7 @@ class Kept:
         return iter(self._of.get(owner, ()))
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """In the order in which they leave: of the owner that keeps most first."""
+        """Iterate in the order in which chunks leave: those of the owner that keeps most first."""
         for owner in sorted(self._of, key=self.count, reverse=True):
             yield from self._of[owner]
 
@@ -140,7 +140,7 @@ class Kept:
 
 
 class _Salts:
-    """One owner's, by the cache salts of its clients. No step depends on how many there are."""
+    """Kept chunks of one owner, by cache salt. No step takes longer the more there are."""
 
     __slots__ = ("_keys", "_most", "_with", "count")
 
@@ -168,7 +168,7 @@ class _Salts:
         self._keys[salt].move_to_end(key)
 
     def first(self) -> ChunkKey:
-        """The coldest chunk of the salt that keeps most."""
+        """Return the coldest chunk of the salt that keeps most."""
         return next(iter(self))
 
     def _counted(self, salt: str, before: int, now: int) -> None:

@@ -24,42 +24,42 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.kept import Kept, Released
 
 _MOST_OWNERS = 8192
-"""Owner numbers kept as one object each. When there are more, they are collected anew."""
+"""Number of owners at which their shared number objects are collected anew."""
 
 
 class Policy(Protocol):
-    """Which key leaves next. Not thread-safe: the owner's lock guards it."""
+    """Order in which keys leave. Not thread-safe: the owner's lock guards it."""
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
-        """Chunks of ``run`` are held from now on, or still. Each becomes the hottest of its kind,
-        the last one last, and belongs to ``owner``."""
+        """Add chunks of ``run``, which are held from now on, or still. Each becomes the hottest of
+        its kind, the last one last, and belongs to ``owner``."""
 
     def owner(self, key: ChunkKey) -> int:
-        """The owner of ``key``. 0 also for an unknown key."""
+        """Return the owner of ``key``, 0 also for an unknown key."""
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt with this run (first chunk first) asked for it. Unknown keys are ignored."""
+        """Note that a prompt asked for this run, first chunk first. Unknown keys are ignored."""
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
-        """The run was stored, or a reader let go of it: it is hot again, its end coldest. That does
-        not count as a use, because every prompt is stored in several steps. Unknown keys are
+        """Make the run hot again, its end coldest: it was stored, or a reader let go of it. That
+        does not count as a use, because every prompt is stored in several steps. Unknown keys are
         ignored."""
 
     def evicted(self, run: Sequence[ChunkKey]) -> None:
-        """Chunks of ``run`` left to make room, in this order. Forget that they are held, and
-        remember what helps if they come back."""
+        """Note that chunks of ``run`` left to make room, in this order. Forget that they are held,
+        and remember what helps if they come back."""
 
     def discard(self, key: ChunkKey) -> None:
-        """``key`` is unwanted or was lost: forget all about it, if known."""
+        """Forget all about ``key``, which is unwanted or was lost. Unknown keys are ignored."""
 
     def coldest(self) -> ChunkKey | None:
-        """The key to let go first. None when empty. It stays known until evicted or discarded."""
+        """Return the key to let go first, or None. It stays known until evicted or discarded."""
 
     def keeps(self, key: ChunkKey) -> bool:
-        """Whether ``key`` is held, and came back often enough to stay for longer than others."""
+        """Return whether ``key`` is held, and came back often enough to stay longer."""
 
     def cool(self, run: Sequence[ChunkKey]) -> None:
-        """Chunks of ``run`` leave before all others, its end first. Unknown keys are ignored."""
+        """Let the run leave before all others, its end first. Unknown keys are ignored."""
 
     def resize(self, room: int) -> None:
         """Set the capacity, in chunks."""
@@ -69,16 +69,16 @@ class Policy(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        """Coldest first."""
+        """Iterate over the keys, coldest first."""
 
 
 PolicyOf = Callable[[int], Policy]
-"""Makes a policy for a place with room for so many chunks. All chunks of a place have the same
+"""Maker of a policy for a place with room for this many chunks. All chunks of a place have the same
 size, so every quantity is counted in chunks."""
 
 
 class LRU:
-    """Least recently used leaves first.
+    """Order in which the least recently used key leaves first.
 
     An OrderedDict (key -> owner) and not a dict: taking the front of a dict walks over the places
     of all deleted keys (40 times slower at 100,000 keys)."""
@@ -151,7 +151,7 @@ class Owned:
         self.kept = kept
         self._stays = kept.stays
         self._once: dict[int, int] = {}
-        """Each owner's number, one object for all its keys: an int of 44 bytes less a key."""
+        """Owner -> the same number, as one object for all its keys: saves 44 bytes a key."""
         self._split = split
         self._parts: defaultdict[int, LRU] = defaultdict(LRU)
 
@@ -212,8 +212,8 @@ class Owned:
                 self._parts[owner].cool(run)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
-        """Let the run leave after all others until ``seconds`` after its last use, as long as it is
-        not too much. ``salt``: of the client that keeps it."""
+        """Let the run leave after all others until ``seconds`` after its last use, within the
+        bounds of :class:`Kept`. ``salt``: of the client that keeps it."""
         known = [(key, self.owner(key)) for key in reversed(run) if key in self]
         for key, _ in known:
             self._leave(key)
@@ -245,19 +245,19 @@ class Owned:
         return self._all.owner(key) if stay is None else stay.owner
 
     def count(self, owner: int) -> int:
-        """Only where split."""
+        """Return the number of an owner's keys. Only where split."""
         return len(self._parts.get(owner, ())) + self.kept.count(owner)
 
     def has_seen(self, owner: int) -> bool:
-        """Whether this owner has or had a key here, as far as is remembered. Needs no lock."""
+        """Return whether the owner is remembered to have or have had a key here. Needs no lock."""
         return owner in self._once
 
     def owners(self) -> set[int]:
-        """Every owner of a key. Only where split."""
+        """Return every owner of a key. Only where split."""
         return {*self._parts, *self.kept.owners()} - {0}
 
     def coldest(self, owner: int | None = None) -> ChunkKey | None:
-        """The key to let go first: of all keys, or (only where split) of one owner's."""
+        """Return the key to let go first: of all keys, or (only where split) of one owner's."""
         if owner is None:
             first = self._all.coldest()
             return next(iter(self.kept), None) if first is None else first
@@ -267,11 +267,11 @@ class Owned:
         return self._all.keeps(key)
 
     def part(self, owner: int) -> Iterator[ChunkKey]:
-        """One owner's keys, coldest first. Only where split."""
+        """Iterate over one owner's keys, coldest first. Only where split."""
         return chain(self._parts.get(owner, ()), self.kept.of(owner))
 
     def keys(self) -> Iterable[ChunkKey]:
-        """Every key, in no order: the fastest way to copy them all."""
+        """Iterate over every key, in no order: the fastest way to copy them all."""
         return chain(self._all, self._stays)
 
     def __contains__(self, key: object) -> bool:

@@ -13,19 +13,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 DEFAULT_S0_TOKENS = 30_500.0
-"""Tokens. Of a model with 8.0 billion parameters, 32 layers and 32 heads of 128: Llama-3.1-8B."""
+"""``s0`` of Llama-3.1-8B: 8.0 billion parameters, 32 layers and 32 heads of 128."""
 _TYPICAL_CHUNK_TOKENS = 256
 
 
 def balance(active_parameters: int, attention_flops: int) -> float:
-    """The position in tokens at which attention costs as much as all the rest of the model.
-    ``attention_flops``: of causal attention over n tokens, divided by n * n: ``2 * layers * heads *
-    head_dim`` of the layers that see the whole context. 0: none does (infinity)."""
+    """Return ``s0``, the position in tokens at which attention costs as much as all the rest of the
+    model, or infinity without attention. ``attention_flops``: of causal attention over n tokens,
+    divided by n * n: ``2 * layers * heads * head_dim`` of the layers that see the whole context."""
     return active_parameters / attention_flops if attention_flops else float("inf")
 
 
 def weight(position: float, s0: float = DEFAULT_S0_TOKENS) -> float:
-    """Prefill of a token at this position, as a multiple of a prompt's first token's."""
+    """Return the cost of a token at this position, as a multiple of a prompt's first token's."""
     return 1.0 + position / s0
 
 
@@ -39,7 +39,7 @@ class SavedCompute(NamedTuple):
     source: str = "assumed: a model of 8 billion parameters and 32 layers"
 
     def of(self, chunks: int, first: int = 0) -> float:
-        """Saved by ``chunks`` consecutive chunks from chunk number ``first`` on: the sum of
-        :func:`weight` at the middle of each."""
+        """Return what hits of ``chunks`` consecutive chunks from number ``first`` on save: the sum
+        of :func:`weight` at the middle of each."""
         end = first + chunks
         return chunks + self.chunk_tokens * (end * end - first * first) / (2 * self.s0)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 
 _MOST_GHOSTS = 1 << 16
-"""A ghost takes 250 bytes."""
+"""Most chunks that left and are remembered, at 250 bytes each."""
 _TRIM_CHUNKS = 4
-"""Keys that move at once after a new setting, which may have to move thousands."""
+"""Keys moved at a time after a change of the setting, which may have to move thousands."""
 
 
 class Setting(NamedTuple):
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In statistics: ``lru``, or the percentage and the multiple."""
+        """Name in statistics: ``lru``, or the percentage and the multiple."""
         return f"keep{self.share * 100:.0f}_{self.memory:g}x" if self.share else "lru"
 
 
@@ -43,7 +43,7 @@ _LONGEST_MEMORY = max(setting.memory for setting in SETTINGS)
 
 
 class Segments:
-    """A :class:`kvtier.eviction.order.Policy`. It begins as LRU."""
+    """A :class:`kvtier.eviction.order.Policy` with two lists. It begins as LRU."""
 
     __slots__ = (
         "_again",
@@ -62,16 +62,16 @@ class Segments:
         self.room, self.setting = room, setting
         self._once: OrderedDict[ChunkKey, int] = OrderedDict()
         self._again: OrderedDict[ChunkKey, int] = OrderedDict()
-        """Keys and their owners, coldest first."""
+        """Chunks that came back, with their owners, coldest first."""
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
         """Chunks that left, the oldest first, with the number of their departure."""
         self._left = 0
         self.evicts: list[Callable[[Sequence[ChunkKey]], object]] = []
-        """Called with what leaves to make room."""
+        """Observers, called with the chunks that leave to make room."""
         self._weigh()
 
     def settle(self, setting: Setting) -> None:
-        """Change the setting, and keep what is remembered."""
+        """Change the setting. Held and remembered chunks stay."""
         self.setting = setting
         self._weigh()
 
@@ -167,8 +167,8 @@ class Segments:
         return None
 
     def trim(self, most: int = _TRIM_CHUNKS) -> bool:
-        """Move up to ``most`` chunks to the first list that have no room in the second one.
-        Returns whether more are left."""
+        """Move up to ``most`` chunks that have no room in the second list to the first one. Returns
+        whether more are left."""
         surplus = len(self._again) - self._protected
         for _ in range(min(surplus, most)):
             key, owner = self._again.popitem(last=False)

@@ -23,7 +23,7 @@ from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces, whole
 
 _MOST_SESSIONS = 16_384
 _MOST_LEFT_CHUNKS = 64
-"""Last chunks that a session left, of which it is known that only it had them."""
+"""Most ends of earlier prompts that are remembered for a session."""
 _MOST_NAMES = 4096
 _MOST_FORKS = 4096
 _FORKS = 2
@@ -36,7 +36,7 @@ class _Last(NamedTuple):
     chunks: int
     end: ChunkKey
     left: tuple[ChunkKey, ...]
-    """Last chunks of earlier prompts that the next one did not have."""
+    """Last chunks of earlier prompts that the session's next prompt did not have."""
 
     def next(self, run: Sequence[ChunkKey]) -> _Last:
         goes_on = len(run) >= self.chunks and run[self.chunks - 1] == self.end
@@ -45,8 +45,8 @@ class _Last(NamedTuple):
 
 
 class Sessions:
-    """One thread at a time. ``most``: chunks, those seen last, whose session is remembered, at 170
-    bytes each."""
+    """Bounded record of which session has which chunks. One thread at a time. ``most``: chunks,
+    those seen last, whose session is remembered, at 170 bytes each."""
 
     __slots__ = ("_forks", "_lasts", "_most", "_names", "_next", "_whose")
 
@@ -54,14 +54,14 @@ class Sessions:
         self._whose: OrderedDict[ChunkKey, int] = OrderedDict()
         self._lasts: OrderedDict[int, _Last] = OrderedDict()
         self._forks: OrderedDict[ChunkKey, int] = OrderedDict()
-        """How often another prompt branched off at a chunk."""
+        """Chunk -> how often another prompt branched off there."""
         self._names: OrderedDict[str, tuple[int, Sequence[ChunkKey]]] = OrderedDict()
         """Name -> session number and last prompt."""
         self._most = most
         self._next = 0
 
     def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
-        """The number of the session that had this prompt, which is not empty."""
+        """Return the number of the session that this prompt, which is not empty, belongs to."""
         return whole(self.seeing(run, name))
 
     def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[int]:
@@ -80,8 +80,8 @@ class Sessions:
         return session
 
     def exclusive(self, run: Sequence[ChunkKey]) -> Iterator[list[ChunkKey]]:
-        """The chunks that only the session of ``run`` had, in pieces: those of ``run``, and the
-        last chunks that it left. ``run``: a prompt that was seen, with the chunks of its answer."""
+        """Yield, in pieces, the chunks that only the session of ``run`` had: those of ``run``, and
+        ends of its earlier prompts. ``run``: a prompt that was seen, with its answer's chunks."""
         last, session = whole(self._last_known(run))
         if session == _SHARED:
             return
@@ -98,7 +98,7 @@ class Sessions:
         return self._names[name][1] if name in self._names else ()
 
     def _last_known(self, run: Sequence[ChunkKey]) -> Steps[tuple[int, int]]:
-        """The place of the last chunk of ``run`` seen before, -1 for none, and its session."""
+        """Return the place of the last chunk of ``run`` seen before (else -1), and its session."""
         whose, at = self._whose, len(run) - 1
         while at >= 0 and run[at] not in whose:
             at -= 1

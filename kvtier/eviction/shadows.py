@@ -18,28 +18,28 @@ from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import SETTINGS, Segments, Setting
 
 _MOST_ROOM_CHUNKS, _LEAST_ROOM_CHUNKS = 12_288, 8
-"""Chunks in a shadow. A larger place is followed in part."""
+"""Most and fewest chunks in a shadow. A larger place is followed in part."""
 _FADE_FACTOR = 0.9 ** (1 / 200)
-"""All scores fade by this factor with each prompt, so that a change of load shows."""
+"""Factor by which all scores fade with each prompt, so that a change of load shows."""
 
 
 class Shadow(Segments):
-    """The index of a place, which serves prompts as a Store would."""
+    """Index of a place under one setting, which serves prompts as a Store would."""
 
     __slots__ = ("hits", "saved", "score")
 
     def __init__(self, room: int, setting: Setting) -> None:
         super().__init__(room, setting)
         self.hits = self.saved = self.score = 0.0
-        """Chunks that it hit, and what those hits saved. The score fades."""
+        """Chunks hit, the compute that they saved, and a sum of the latter that fades."""
 
     def _weigh(self) -> None:
         super()._weigh()
         self._most = self._known_for  # its setting never changes
 
     def serving(self, run: Sequence[ChunkKey]) -> Steps[int]:
-        """A prompt asks for ``run``, then all of it is stored. In pieces. Returns the number of
-        leading chunks that were held."""
+        """Serve a prompt that asks for ``run``, after which all of it is stored, in pieces. Returns
+        the number of leading chunks that were held."""
         known, new, own, held = list[ChunkKey](), list[ChunkKey](), set[ChunkKey](), len(run)
         for number, part in enumerate(pieces(run)):
             absent = [key for key in part if key not in self]
@@ -70,7 +70,7 @@ class Shadow(Segments):
         return held
 
     def _leaving(self, most: int, own: set[ChunkKey]) -> Iterator[ChunkKey]:
-        """The coldest, up to the first chunk of the run itself."""
+        """Return up to ``most`` of the coldest chunks, cut before the first one of ``own``."""
         for key in islice(self, most):
             if key in own:
                 break
@@ -96,7 +96,7 @@ class Shadows:
         self.resize(room)
 
     def resize(self, room: int) -> None:
-        """The live place has room for so many chunks from now on. The shadows start empty."""
+        """Set the live place's capacity, in chunks. The shadows start empty, with their scores."""
         self.room, self.part = room, min(1.0, _MOST_ROOM_CHUNKS / max(1, room))
         before, size = self._shadows, max(_LEAST_ROOM_CHUNKS, int(room * self.part))
         self._shadows = [Shadow(size, setting) for setting in self.settings]
@@ -104,7 +104,7 @@ class Shadows:
             new.hits, new.saved, new.score = old.hits, old.saved, old.score
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
-        """A prompt came. In pieces. After the last one :attr:`now` says which setting to use."""
+        """Serve a prompt in all shadows, in pieces. Then :attr:`now` says which setting to use."""
         passed = 0
         # A multiple of the golden ratio is evenly distributed, and always the same for one session.
         if self.part == 1 or session * 0.6180339887498949 % 1.0 < self.part:
@@ -126,16 +126,16 @@ class Shadows:
             each.score *= _FADE_FACTOR
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
-        """Chunks of ``run`` will not be asked for again. In pieces."""
+        """Cool chunks of ``run``, which will not be asked for again, in pieces."""
         for each in self._shadows:
             for part in pieces(run):
                 each.cool(part)
                 yield 0.0
 
     def hits(self) -> dict[str, int]:
-        """Number of the :attr:`asked` chunks that each setting hit, by its name."""
+        """Return by each setting's name how many of the :attr:`asked` chunks it hit."""
         return {each.setting.name: int(each.hits) for each in self._shadows}
 
     def saved(self) -> dict[str, int]:
-        """Compute that these hits saved, in chunks at a prompt's beginning."""
+        """Return by each setting's name the compute saved, in chunks at a prompt's beginning."""
         return {each.setting.name: int(each.saved) for each in self._shadows}

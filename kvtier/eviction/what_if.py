@@ -25,43 +25,43 @@ _GROUPS = 8
 _LEAST_GROUPS = 2
 _NOWHERE = -1
 _SPARE_PLACES, _SWEPT_PLACES = 4096, 4
-"""Places without a chunk that are left alone, and places looked at for each new one beyond."""
+"""Places without a chunk that are left alone, and places swept for each new chunk beyond."""
 
 
 class Point(NamedTuple):
     scale: float
     """The size, as a multiple of the present size."""
     ratio: float
-    """The part of the chunks asked for that would have been hits."""
+    """Part of the chunks asked for that would have been hits."""
     error: float
     """Standard error of the ratio, estimated from the sample. 0 when all sessions were followed."""
 
 
 class Curve:
-    """For a place with room for ``room`` chunks. One thread at a time."""
+    """Hit ratios of other sizes of a place with room for ``room`` chunks. One thread at a time."""
 
     def __init__(self, room: int) -> None:
         self.room = room
         self.part = min(1.0, _MOST_KEYS / max(1.0, room * max(SCALES)))
-        """The part of the sessions that is followed."""
+        """Part of the sessions that is followed."""
         self._sizes = [max(1, int(room * scale * self.part)) for scale in SCALES]
         self._places: dict[ChunkKey, int] = {}
         """Chunk -> its place in the list, whose front is the largest place."""
         self._keys: list[ChunkKey | None] = []
-        """The chunk in each place; None where it was used again, or left."""
+        """Place -> its chunk, or None where it was used again, or left."""
         self._taken = bytearray()
-        """1 where a place has a chunk."""
+        """Place -> 1 if it has a chunk, else 0."""
         self._cuts = [0] * len(SCALES)
-        """Each size holds the chunks from this place on."""
+        """For each size, the lowest place that it holds."""
         self._counts = [0] * len(SCALES)
         self._sweep: tuple[int, int] | None = None
-        """Places below the first have chunks, and none has one from there to the second. None:
-        nothing is moved together."""
+        """Progress of :meth:`_move_together`: places below the first number have chunks, and those
+        from there to the second have none. None if no sweep is under way."""
         self._asked = [0] * _GROUPS
         self._hits = [[0] * len(SCALES) for _ in range(_GROUPS)]
 
     def seen(self, run: Sequence[ChunkKey], session: int) -> None:
-        """A prompt of this session asked for ``run``. Then all of it is stored."""
+        """Count a prompt of this session, which asked for ``run``. Then all of it is stored."""
         whole(self.seeing(run, session))
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
@@ -128,7 +128,7 @@ class Curve:
             taken[first:place] = bytes(place - first)
 
     def _move_together(self, to: int, first: int, count: int) -> None:
-        """Look at ``count`` places more, and move their chunks down to the others."""
+        """Move the chunks of ``count`` places from ``first`` on down to ``to`` and following."""
         keys, taken, places = self._keys, self._taken, self._places
         end = min(first + count, len(keys))
         new = [*accumulate(taken[first:end], initial=to)]
@@ -147,7 +147,7 @@ class Curve:
             self._sweep = None
 
     def points(self) -> list[Point]:
-        """Empty before a chunk was asked for."""
+        """Return a point for each size, or none before a chunk was asked for."""
         asked = sum(self._asked)
         if not asked:
             return []
@@ -157,7 +157,7 @@ class Curve:
         ]
 
     def _error(self, hits: Sequence[int]) -> float:
-        """Of the mean of the groups of sessions."""
+        """Return the standard error of the mean over the groups of sessions."""
         ratios = [each / asked for each, asked in zip(hits, self._asked, strict=True) if asked]
         if self.part == 1 or len(ratios) < _LEAST_GROUPS:
             return 0.0

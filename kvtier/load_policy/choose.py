@@ -14,11 +14,11 @@ from kvtier.core.lookup import Asking
 
 _LEAST_ODDS = 0.02
 _SAFETY_PART = 0.9
-"""Waiting must cost less than this part of what it saves: at break-even neither gains."""
+"""Part of what a wait saves that the wait must cost less than: at break-even neither gains."""
 _PATIENCE_FACTOR, _LEAST_PATIENCE_PART = 3.0, 1 / 8
-"""A load is given up after this multiple of its estimate, and no sooner than this part of what it
-saves: the first reads of a tier open connections and touch memory, and to lose seconds of compute
-over milliseconds is not a bargain."""
+"""Patience: multiple of its estimate after which a load is given up, and part of what it saves that
+it may always take. The first reads of a tier open connections and touch memory, and to lose seconds
+of compute over milliseconds is not a bargain."""
 
 
 class HitEnd(NamedTuple):
@@ -28,34 +28,33 @@ class HitEnd(NamedTuple):
     tokens: int
     """Tokens of the prompt that the hit saves from being computed."""
     wait_s: float | None
-    """Seconds until lower tiers have brought all of it into RAM. None: unknown."""
+    """Seconds until lower tiers have brought all of it into RAM. None if unknown."""
     asking: Asking | None = None
-    """A shared tier has to be asked for the rest of this hit. Only in the last row."""
+    """Costs of asking a shared tier for the rest of this hit. Only in the last row."""
 
 
 class LoadPlan(NamedTuple):
     row: int | None
     """Row that is loaded; None where everything is computed."""
     ask: bool
-    """The last row is claimed too: a shared tier is asked for it."""
+    """Whether a shared tier is asked for what the last row adds."""
     within_s: float
-    """The deadline: then what is in RAM is taken, and the rest is computed."""
+    """Deadline, in seconds from now: then what is in RAM is loaded, and the rest is computed."""
 
 
 def load_all(ends: Sequence[HitEnd]) -> LoadPlan:
-    """Everything that may be had is loaded, however long it takes."""
+    """Plan to load everything that may be had, however long it takes."""
     ask = ends[-1].asking is not None
     return LoadPlan(_last_known(ends), ask, math.inf)
 
 
 def choose(ends: Sequence[HitEnd], saved_s: Sequence[float]) -> LoadPlan:
-    """The end at which the prompt is served soonest. ``saved_s``: seconds that each row saves the
-    engine once it is in RAM. They are negative where its copy is slower than computing.
+    """Choose the row with which the prompt is served soonest. ``saved_s``: seconds that each row
+    saves the engine once it is in RAM, negative where its copy is slower than computing.
 
     The deadline is a multiple of the estimate, at least an eighth of what computing would have cost
     and never more than all of it: waiting in vain at most doubles the time to the first token, once
-    (the competitive ratio 2 of ski rental, Karlin et al. 1988).
-    """
+    (the competitive ratio 2 of ski rental, Karlin et al. 1988)."""
     at_once = max(0.0, saved_s[0])
     row: int | None = 0 if saved_s[0] >= 0 else None
     gain, wait_s = at_once, ends[0].wait_s
@@ -85,6 +84,7 @@ def _gain(wait_s: float | None, saved_s: float) -> float:
 
 
 def _worth_asking(asking: Asking, saved_s: float) -> bool:
-    """Whether a shared tier's chance is worth its answer. ``saved_s``: by what is asked for."""
+    """Return whether asking a shared tier gains more than waiting for its answer costs.
+    ``saved_s``: seconds that a hit there would save."""
     odds = max(asking.odds, _LEAST_ODDS)
     return odds * _gain(asking.arrive_s, saved_s) > (1 - odds) * (asking.answer_s or 0.0)

@@ -11,24 +11,24 @@ from kvtier.load_policy.latency import Average
 from kvtier.load_policy.prefill import Certainty, Prefill, StepClock, Work
 
 BUSY_COPY_S, BUSY_COPY_PART = 0.005, 0.05
-"""Where workers copy by themselves: the longest time by which copies of loads make a step that
-computes longer. So many seconds, or this part of its forward pass, whichever is longer."""
+"""Longest time, in seconds or as a part of its forward pass, whichever is longer, that copies of
+loads add to a step that computes. Counts where workers copy by themselves."""
 _COPY_KNOWN_S = 10.0
-"""Time for which a measured speed of copies holds. Then they are free until the next is measured,
-so that hits which were declined because of them are tried again."""
+"""Time for which a measured speed of copies holds. Afterwards copies count as free until one is
+measured, so that hits which were declined because of them are tried again."""
 
 _DOUBT_FACTOR = 4.0
 """Factor by which remembered speeds must call the first load too slow before they forbid it: the
 host may be busier than it was, and computing slower too."""
 _TRIFLE_S = 0.25
-"""A load that is estimated to take no longer is not doubted before the engine was measured in this
-run: on a busy host a small model may compute much slower than an earlier run has."""
+"""Longest estimate of a load that is never declined before the engine was measured in this run: on
+a busy host a small model may compute much slower than in an earlier run."""
 _SLOWEST_BYTES_S, _SLOWEST_CHUNK_S = 50e6, 0.1
-"""No tier is worth having that is slower: so many bytes a second, and so long for each chunk. A
-load that was begun on a guess has the time that it takes at this pace, if chunks keep coming."""
+"""Bytes a second, and seconds for each chunk, of the slowest tier that is worth having. A load that
+was begun on a guess has the time that it takes at this pace, if chunks keep coming."""
 _PART_S = 0.0025
-"""How long a part of a load is copied, at least. Each part costs a step in which nothing else may
-be done, which takes less than half of this."""
+"""Shortest copy of one part of a load. Each part costs a step in which nothing else may be done,
+which takes less than half of this."""
 
 
 class LoadPolicy:
@@ -100,8 +100,8 @@ class LoadPolicy:
         return choose(sure, _all(saved_s))
 
     def _guessed(self, ends: Sequence[HitEnd], saved_s: Sequence[float | None]) -> LoadPlan | None:
-        """Choose a load while too little is known to decide. None: enough is known. The deadline
-        is no guess: it grows with the bytes."""
+        """Return the plan while too little is known to decide; None if enough is known. Its
+        deadline is no guess: it grows with the bytes."""
         if self._always:
             return load_all(ends)
         known, wait_s = self.prefill.known, ends[-1].wait_s
@@ -117,21 +117,21 @@ class LoadPolicy:
         return plan._replace(within_s=self.timeout_s + tokens * self._slowest_s)
 
     def parts(self, tokens: int) -> int:
-        """In how many parts the copy of so many tokens is worth being done. 0: its pace is not
+        """Return into how many parts the copy of ``tokens`` is worth dividing, 0 if its pace is not
         known."""
         return int(tokens * (self._copy.value or 0.0) / _PART_S)
 
     def _saved_s(self, tokens: int, before: int, busy: bool) -> float | None:
-        """Seconds that so many tokens in RAM save, less those of their copy. None: unknown."""
+        """Return the seconds that ``tokens`` in RAM save, less their copy's. None if unknown."""
         compute_s = self.prefill.seconds(tokens, before)
         if compute_s is None or not tokens:
             return compute_s
         return compute_s - self._load_s(tokens, busy)
 
     def _load_s(self, tokens: int, busy: bool) -> float:
-        """From the grant until the request can go on: the copies before it and its own. In a busy
-        engine also the rest of the step in which it was granted, and as many steps as its copies
-        are spread over."""
+        """Return the seconds from the grant until the request can go on: the copies before it and
+        its own. In a busy engine also the rest of the step in which it was granted, and as many
+        steps as its copies are spread over."""
         copied = self._copy.at + _COPY_KNOWN_S > self.clock()
         copy_s = (tokens + self._queued) * (self._copy.value or 0.0) if copied else 0.0
         step_s = self._step_s.value or 0.0
@@ -145,7 +145,7 @@ class LoadPolicy:
     # ---- learning --------------------------------------------------------------------------------
 
     def planned(self, work: Work) -> int:
-        """The number of a step that computes ``(tokens, tokens there before)`` of each request."""
+        """Begin a step of ``(tokens, tokens there before)`` of each request. Returns its number."""
         return self._steps.plan(self.clock(), work)
 
     def load_began(self, tokens: int) -> None:
@@ -159,8 +159,8 @@ class LoadPolicy:
         self._tried = True
 
     def ended(self, step: int, loaded: float, load_s: float, elsewhere: float) -> None:
-        """A step's report came: ``loaded`` tokens were copied in ``load_s``. ``elsewhere``: seconds
-        that went into saves."""
+        """Learn from the report of a step, in which ``loaded`` tokens were copied in ``load_s``.
+        ``elsewhere``: seconds that went into saves."""
         now = self.clock()
         if loaded:
             self._copy.add(load_s / loaded, now)
@@ -170,12 +170,12 @@ class LoadPolicy:
 
 
 def slowest_token_s(chunk_tokens: int, chunk_bytes: int) -> float:
-    """Seconds a token that a load on a guess may take."""
+    """Return the most seconds a token that a load on a guess may take."""
     return (_SLOWEST_CHUNK_S + chunk_bytes / _SLOWEST_BYTES_S) / chunk_tokens
 
 
 def _hoped(end: HitEnd) -> HitEnd:
-    """The row with the least that its waits may turn out to be."""
+    """Return ``end`` with each of its waits divided by the factor of doubt."""
 
     def least(seconds: float | None) -> float | None:
         return None if seconds is None else seconds / _DOUBT_FACTOR

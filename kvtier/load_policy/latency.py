@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 
 _FORGET_S = 2.0
-"""Without a sample for so long, the next one has 63 % of the say."""
+"""Pause between two samples after which the newer one has a weight of 63 %."""
 _LEAST_SAY_PART = 1 / 8
 _BURST_S = -_FORGET_S * math.log(1 - _LEAST_SAY_PART)
-"""Samples that follow each other sooner have the least say."""
+"""Pause between two samples below which the newer one has the least weight."""
 _PROBE_S, _PROBE_READS, _LONGEST_PROBE_S = 2.0, 4.0, 30.0
-"""Between trial reads of a declined tier: this, and this many reads of it, at most so long."""
+"""Pause between trial reads of a declined tier: a base, reads whose time is added, the longest."""
 
 
 class Average:
@@ -33,7 +33,7 @@ class Average:
         self.at = 0.0
 
     def add(self, sample: float, now: float) -> None:
-        """Samples that are negative or not finite (a clock that jumped) are left out."""
+        """Add a sample. One that is negative or not finite (a clock that jumped) is left out."""
         if not 0 <= sample < math.inf:
             return
         if self.value is None:
@@ -54,13 +54,12 @@ class Pace:
     """
 
     def __init__(self, threads: int, *, comes_whole: bool = False) -> None:
-        """``comes_whole``: as the tier's attribute."""
         self.comes_whole = comes_whole
         self.queued = 0
         self.odds = 1.0
-        """The part of what a shared tier is asked for that it turns out to hold."""
+        """Expected part of what a shared tier is asked for that it turns out to hold."""
         self.remembered_s: float | None = None
-        """Seconds of one read in an earlier run, until there was one in this."""
+        """Seconds of one read in an earlier run. Counts until there was a read in this one."""
         self._threads = max(1, threads)
         self._reads, self._writes = Average(), Average()
         self._begun: dict[int, float] = {}
@@ -70,7 +69,7 @@ class Pace:
 
     @property
     def chunk_s(self) -> float | None:
-        """Seconds of one read: of this run, else of an earlier one, else of one write."""
+        """Return the seconds of one read: of this run, else of an earlier, else of one write."""
         known = self._reads.value, self.remembered_s, self._writes.value
         return next((seconds for seconds in known if seconds is not None), None)
 
@@ -79,13 +78,13 @@ class Pace:
         return self._reads.value
 
     def begun(self, now: float) -> int:
-        """A thread calls the tier. Give the number back when the call ends."""
+        """Note that a thread calls the tier. Returns the number of this call."""
         self._calls += 1
         self._begun[self._calls] = now
         return self._calls
 
     def read(self, call: int, now: float, whole: bool) -> None:
-        """A read ended. One that failed says how slow the tier can be, never how fast."""
+        """Note the end of a read. One that failed says how slow the tier can be, never how fast."""
         self._took(now - self._begun.pop(call), now, whole)
 
     def wrote(self, call: int, now: float, stored: bool) -> None:
@@ -94,18 +93,17 @@ class Pace:
             self._writes.add(seconds, now)
 
     def asked(self, call: int, now: float, found: float) -> None:
-        """A find ended, which held the part ``found`` of the run."""
+        """Note the end of a find, in which the tier held the part ``found`` of the run."""
         self._took(now - self._begun.pop(call), now, whole=False)
         self.odds += _LEAST_SAY_PART * (found - self.odds)
 
     def wait(self, reads: int, now: float) -> float | None:
-        """Seconds until ``reads`` more reads have ended, behind all that is queued and under way.
-        None: unknown.
+        """Return the seconds until ``reads`` more reads have ended, behind all that is queued and
+        under way. None if unknown.
 
         A fluid queue of equal threads: each takes work from when it is free, and all end together.
         A call that is overdue is expected to last as long again as it has lasted (Lindy's law), so
-        a tier that stalls is believed slow before the first call fails.
-        """
+        a tier that stalls is believed slow before the first call fails."""
         ages = [max(0.0, now - at) for at in self._begun.values()]
         one = self.chunk_s
         if one is None:
@@ -122,7 +120,7 @@ class Pace:
         return max(end, free[0] + one)
 
     def probe_due(self, now: float) -> bool:
-        """May one chunk be read to learn the pace? Then :meth:`probed` must follow."""
+        """Return whether to read one chunk now to learn the pace. Then :meth:`probed` follows."""
         pause = min(_PROBE_S + _PROBE_READS * (self.chunk_s or 0.0), _LONGEST_PROBE_S)
         if self._probing or now - self._probed_at < pause:
             return False

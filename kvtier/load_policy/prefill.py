@@ -15,10 +15,10 @@ from typing import NamedTuple
 from kvtier.load_policy.latency import Average
 
 _LEAST_TOKENS = 128
-"""Of a step beyond one a request, to learn prefill from it. With fewer, what each step costs anyway
-hides it."""
+"""Least tokens of a step, beyond one a request, from which prefill is learned. With fewer, the
+fixed cost of a step hides it."""
 _HALF_TOKENS = 32_768
-"""Half of what is known of prefill comes from so many tokens."""
+"""Tokens after whose prefill half of the estimate comes from them."""
 _APART_TOKENS = 256.0
 """Steps whose depths are closer than this many tokens do not tell what depth costs."""
 
@@ -31,12 +31,12 @@ class PrefillTime:
     """Seconds a token for each token before it that it looks back at: causal attention's share."""
 
     def seconds(self, tokens: int, before: int = 0) -> float:
-        """``tokens`` behind ``before`` that are there."""
+        """Return the seconds to compute ``tokens`` behind ``before`` tokens that are there."""
         return tokens * self.per_token + looks_back(tokens, before) * self.per_depth
 
 
 def looks_back(tokens: int, before: int) -> float:
-    """Tokens that all these tokens look back at, in all."""
+    """Return the sum, over ``tokens`` behind ``before``, of the tokens that each attends to."""
     return tokens * before + tokens * tokens / 2
 
 
@@ -44,11 +44,11 @@ class Work(NamedTuple):
     tokens: int
     requests: int
     looks: float = 0.0
-    """At how many tokens they look back in all. Used where tokens of a prompt are among them."""
+    """Sum of :func:`looks_back` over the requests. Used where tokens of a prompt are among them."""
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int]]) -> Work:
-        """``parts``: of each request its tokens, and how many were there before."""
+        """Add up ``parts``: for each request its tokens, and how many were there before."""
         parts = [*parts]
         tokens = sum(new for new, _ in parts)
         return cls(tokens, len(parts), sum(looks_back(*part) for part in parts))
@@ -76,7 +76,7 @@ class Prefill:
     def __init__(
         self, first: PrefillTime | None = None, known: Certainty = Certainty.MEASURED
     ) -> None:
-        """``first``: what to start from, worth a step of 128 tokens, and how it is ``known``."""
+        """Begin with ``first``, worth a step of 128 tokens, whose source is ``known``."""
         self._first_depth = first.per_depth if first is not None else 0.0
         self._sums = [0.0] * 5
         self.line: PrefillTime | None = None
@@ -85,8 +85,8 @@ class Prefill:
             self._begin(first.per_token, known)
 
     def at_most(self, per_token: float) -> None:
-        """A step took so many seconds a token, and may have had to do much else. No effect on what
-        was measured."""
+        """Learn that a step took this many seconds a token, and may have done much else in them. No
+        effect on what was measured."""
         if self.known is Certainty.MEASURED:
             return
         known = self.line.per_token if self.line is not None else math.inf
@@ -99,11 +99,11 @@ class Prefill:
         self.line, self.known = PrefillTime(per_token, self._first_depth), known
 
     def seconds(self, tokens: int, before: int) -> float | None:
-        """See :meth:`PrefillTime.seconds`. None while nothing is known."""
+        """Return :meth:`PrefillTime.seconds`, or None while nothing is known."""
         return None if self.line is None else self.line.seconds(tokens, before)
 
     def learn(self, tokens: int, looks: float, seconds: float) -> None:
-        """A step computed ``tokens``, which looked back at ``looks`` in all, in ``seconds``."""
+        """Learn from a step that computed ``tokens`` in ``seconds``. ``looks``: as of Work."""
         if tokens < 1 or not 0 < seconds < math.inf:
             return
         weight, depth, each = float(tokens) ** 2, looks / tokens, seconds / tokens
@@ -140,16 +140,15 @@ class StepClock:
         self._warm = False
 
     def plan(self, now: float, work: Work) -> int:
-        """The number of a step that computes ``(tokens, tokens there before)`` for each request."""
+        """Begin a step that computes ``work``. Returns its number."""
         self.number += 1
         self._planned[self.number] = now, work
         return self.number
 
     def end(self, number: int, now: float, elsewhere: float) -> float | None:
-        """The step's output was seen. ``elsewhere``: seconds of it that went into copies, which
-        would not be there without them. A step whose output was never seen spoils the next one,
-        which is left out. Returns how long the engine was busy with it. None when it computed
-        nothing, or it is unknown."""
+        """Note that the output of a step was seen. Returns how long the engine was busy with it;
+        None if it computed nothing, or this is unknown. ``elsewhere``: seconds of it that went into
+        copies. A step whose output was never seen spoils the next one, which is left out."""
         step = self._planned.pop(number, None)
         in_turn, since = number == self._seen + 1, self._seen_at
         self._seen, self._seen_at = number, now
