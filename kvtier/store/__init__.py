@@ -1,1 +1,1 @@
-"""The Store: which tier has which chunk, what is in use, promoted, spilled and evicted."""
+"""Store: which tier has which chunk, and what is in use, promoted, spilled and evicted."""

@@ -56,7 +56,7 @@ from kvtier.store.slots import RamSlots
 from kvtier.store.tier_index import TierIndex
 
 _AHEAD_CHUNKS = 512
-"""A longer walk would hold the Store's lock for more than 0.1 ms."""
+"""Most slots looked through for chunks that leave soon, within 0.1 ms under the lock."""
 _CHECKED_SLOTS = 512
 """Slots in one piece of :meth:`Directory.checking`."""
 
@@ -90,7 +90,7 @@ class Directory:
     ) -> None:
         self.slots = RamSlots(slots)
         self._used: Counter[int] = Counter()
-        """By owner. Owner 0 is not counted, and an owner without a slot is not listed."""
+        """Owner -> its slots. Owner 0 is not counted, and an owner without a slot is not listed."""
         self._quota = Quota(share, slots, self._used.__getitem__)
         self._in_slot: list[Entry | None] = [None] * slots
         self._entries: dict[ChunkKey, Entry] = {}
@@ -102,11 +102,11 @@ class Directory:
         self.evicted = 0
         """Chunks that left RAM to make room."""
         self.crowded = [0] * (1 + len(capacities))
-        """Chunks that found no free room, in RAM and in each tier."""
+        """Chunks that found no free room: in RAM, then in each tier."""
         self._idle = 0
         self._idle_of: Counter[int] = Counter()
-        """READY entries without a pin: what can be evicted. By owner only where owners have
-        quotas."""
+        """READY entries without a pin, which can be evicted. ``_idle_of``: by owner, only where
+        owners have quotas."""
         self._over: set[ChunkKey] = set()
         """READY chunks of sessions that ended. They are not written to lower tiers when they
         leave."""
@@ -123,7 +123,7 @@ class Directory:
     # ---- queries: they change nothing ------------------------------------------------------------
 
     def get(self, key: ChunkKey) -> Entry | None:
-        """The chunk's entry, FILLING or READY. None when ABSENT."""
+        """Return the chunk's entry, FILLING or READY, or None when ABSENT."""
         return self._entries.get(key)
 
     def absent(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
@@ -131,13 +131,13 @@ class Directory:
         return [key for key in keys if key not in entries]
 
     def holders(self, key: ChunkKey) -> Iterator[int]:
-        """Tiers (by index, fastest first) that hold the chunk."""
+        """Return the indexes of the tiers that hold the chunk, fastest first."""
         if not self.tiers:
             return iter(())
         return (index for index, tier in enumerate(self.tiers) if key in tier.order)
 
     def ready_run(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of leading chunks that are READY."""
+        """Return the number of leading chunks that are READY."""
         entries = self._entries
         for index, key in enumerate(keys):
             entry = entries.get(key)
@@ -146,8 +146,8 @@ class Directory:
         return len(keys)
 
     def held_run(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
-        """Number of leading chunks that need no engine: READY, being promoted, or held by a
-        tier."""
+        """Return the number of leading chunks, from ``start`` on, that need no engine: READY, being
+        promoted, or held by a tier."""
         entries, tiers = self._entries, self.tiers
         for index in range(start, len(keys)):
             key = keys[index]
@@ -193,8 +193,8 @@ class Directory:
     def reserve_run(
         self, keys: Sequence[ChunkKey], keep: Container[ChunkKey], owner: int = 0
     ) -> list[Entry]:
-        """:meth:`reserve` these, which are all different, one after the other as long as there is
-        room. Returns the entries of the leading ones that have a slot now."""
+        """:meth:`reserve` these different chunks, one after the other, as long as there is room.
+        Returns the entries of the leading ones, which have a slot now."""
         wanted = frozenset(keys)
         if len(wanted) < len(keys) or not self._entries.keys().isdisjoint(wanted):
             raise StateError("reserve of a run of which a chunk is filling, ready or named twice")
@@ -219,7 +219,7 @@ class Directory:
         return made
 
     def _begin(self, keys: Sequence[ChunkKey], origin: int | None, owner: int) -> list[Entry]:
-        """Take free slots for the leading keys, as far as there are any."""
+        """Take free slots for the leading keys, as many as there are."""
         entries, in_slot, free, made = self._entries, self._in_slot, self.slots.free, list[Entry]()
         count = min(len(keys), len(free))
         slots = free[len(free) - count :]
@@ -234,8 +234,8 @@ class Directory:
         return made
 
     def filled(self, entries: Sequence[Entry], source: int | None = None) -> None:
-        """FILLING -> READY, by an engine or from tier ``source``. They have one owner. No effect on
-        entries that became GONE in the meantime."""
+        """FILLING -> READY, by an engine or from tier ``source``. All entries have one owner. No
+        effect on entries that became GONE in the meantime."""
         copies = 0 if source is None else 1 << source
         keys, idle = list[ChunkKey](), list[Entry]()
         for entry in entries:
@@ -272,7 +272,7 @@ class Directory:
         self._pin(entry)
 
     def pin_ready(self, keys: Sequence[ChunkKey]) -> list[Entry]:
-        """:meth:`pin` the leading chunks that are READY."""
+        """:meth:`pin` the leading chunks that are READY, and return their entries."""
         pinned, idle, entries = list[Entry](), list[Entry](), self._entries
         for key in keys:
             entry = entries.get(key)
@@ -304,7 +304,7 @@ class Directory:
         return pinned
 
     def unpin(self, run: Sequence[Entry]) -> None:
-        """A reader leaves the run, whose first chunk becomes the hottest."""
+        """Drop a pin of each entry. READY ones without pins become hot, the first the hottest."""
         for entry in run:
             self._unpin(entry)
         idle = [entry.key for entry in run if self._is_idle(entry)]
@@ -313,8 +313,8 @@ class Directory:
             self.order.ordered(idle)
 
     def used(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt asked for this run. It becomes hotter in RAM and in every tier, and its
-        beginning becomes the hottest."""
+        """Note that a prompt asked for this run: it becomes hot in RAM and in every tier, its first
+        chunk the hottest."""
         if self._over:
             self._over.difference_update(run)
         for order in self._orders:
@@ -323,8 +323,8 @@ class Directory:
             tell(run)
 
     def ordered(self, run: Sequence[ChunkKey]) -> None:
-        """A prompt's run is being stored: put it in order again everywhere. That does not count as
-        a use of the chunks that are held already."""
+        """Make a prompt's run hot in RAM and in every tier, because it is being stored. That does
+        not count as a use of the chunks that are held already."""
         if self._over:
             self._over.difference_update(run)
         for order in self._orders:
@@ -342,8 +342,8 @@ class Directory:
             order.cool(idle)
 
     def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
-        """Keep the run for ``seconds`` after its last use, for a client with this salt:
-        :mod:`kvtier.eviction.kept`."""
+        """Keep the run for ``seconds`` after its last use, for a client with this salt
+        (:mod:`kvtier.eviction.kept`)."""
         self._over.difference_update(run)
         for order in self._orders:
             order.keep(run, seconds, salt)
@@ -358,13 +358,12 @@ class Directory:
         return entry.state is READY and entry.pins == entry.writes
 
     def invalidate(self, key: ChunkKey, owner: int | None = None) -> list[int]:
-        """The chunk is bad or unwanted: make it ABSENT everywhere. Returns the tiers that must
-        delete it and then call :meth:`TierIndex.deleted`.
+        """Make a bad or unwanted chunk ABSENT everywhere. Returns the tiers that must delete it and
+        then call :meth:`TierIndex.deleted`.
 
-        With ``owner``, only copies that it may drop are (:func:`kvtier.core.tenant.may`). A
-        FILLING chunk stays, because it is being made anew. :meth:`spill_ended` catches a write that
-        is in progress.
-        """
+        With ``owner``, only copies that it may drop are (:func:`kvtier.core.tenant.may`). A FILLING
+        chunk stays, because it is being made anew. :meth:`spill_ended` catches a write that is in
+        progress."""
         entry = self._entries.get(key)
         if entry is not None and entry.state is READY and may(owner, entry.owner):
             self.order.discard(key)
@@ -380,11 +379,11 @@ class Directory:
         return holders
 
     def next_out(self, owner: int | None = 0) -> list[Entry]:
-        """Chunks that will leave RAM soon, coldest first. Each is named once in its stay.
+        """Return chunks that will leave RAM soon, coldest first. Each is named once in its stay.
 
         They are the chunks that leave when ``owner`` wants half of RAM, or half of its quota. At
-        most :data:`_AHEAD_CHUNKS` slots are looked through. None: all of RAM leaves.
-        """
+        most :data:`_AHEAD_CHUNKS` slots are looked through. With ``owner=None`` all of RAM
+        leaves."""
         if owner is None:
             return self._offer(self._unread(self.order))
         wanted = min(_AHEAD_CHUNKS, -(-self.slots.limit // 2)) - len(self.slots.free)
@@ -414,11 +413,10 @@ class Directory:
     # ---- lower tiers -----------------------------------------------------------------------------
 
     def spill_begun(self, entry: Entry, index: int) -> list[ChunkKey] | None:
-        """Tier ``index`` shall take this READY chunk: pin the chunk and make room.
+        """Pin a READY chunk that tier ``index`` shall take, and make room for it there.
 
-        Returns the keys that the tier must delete first (then :meth:`TierIndex.deleted`). Returns
-        None when the tier has the chunk, is getting it already, or has no room.
-        """
+        Returns the keys that the tier must delete first (then :meth:`TierIndex.deleted`), or None
+        when the tier has the chunk, is getting it already, or has no room."""
         self._expect(entry, READY)
         tier = self.tiers[index]
         if not tier.takes(entry.key):
@@ -436,11 +434,10 @@ class Directory:
         return victims
 
     def spill_ended(self, entry: Entry, index: int, stored: bool) -> bool:
-        """The write ended. ``stored`` says whether the tier holds the chunk now.
+        """End a write. ``stored`` says whether the tier holds the chunk now.
 
         Returns False when the chunk was invalidated in the meantime. Then the tier must delete it
-        and call :meth:`TierIndex.deleted`.
-        """
+        and call :meth:`TierIndex.deleted`."""
         tier = self.tiers[index]
         del tier.writing[entry.key]
         wanted = entry.state is not GONE
@@ -457,7 +454,7 @@ class Directory:
     # ---- the whole -------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
-        """Chunks by place and state. It walks over nothing: each transition keeps these counts."""
+        """Return the number of chunks by place and state, without a walk over them."""
         return {
             "ram_free": len(self.slots.free),
             "ram_ready": len(self._entries) - self._filling,
@@ -466,15 +463,15 @@ class Directory:
         }
 
     def keys(self) -> list[ChunkKey]:
-        """Every chunk in RAM or in a tier, some of them twice. 20 ns a chunk."""
+        """Return every chunk in RAM or in a tier, some of them twice. Takes 20 ns a chunk."""
         every = [*self._entries]
         for tier in self.tiers:
             every += tier.order.keys()
         return every
 
     def check(self, idle: bool = False) -> None:
-        """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. It walks
-        over all chunks."""
+        """Raise StateError when a rule of this module is broken. ``idle`` adds rule 4. Walks over
+        all chunks."""
         problems = [problem for part in self.checking(idle) for problem in part]
         entries = [*self._entries.values(), *self._gone]
         slots = sorted([*self.slots.unused, *(entry.slot for entry in entries)])
@@ -512,8 +509,8 @@ class Directory:
             raise StateError("; ".join(problems))
 
     def checking(self, idle: bool = False) -> Iterator[list[str]]:
-        """The rules that are broken, in words, in pieces of which each is true when it is made:
-        rules 1 and 2 slot by slot, then the counts."""
+        """Yield the broken rules in words, a few slots at a time (rules 1 and 2), then by the
+        counts. Each piece is true when it is made."""
         for first in range(0, len(self._in_slot), _CHECKED_SLOTS):
             yield self._check_slots(first, _CHECKED_SLOTS)
         yield self._check_counts(idle)
@@ -564,9 +561,9 @@ class Directory:
     # ---- room that another Store has -------------------------------------------------------------
 
     def resize(self, slots: int, most: int = 0) -> bool:
-        """Let at most ``slots`` be in use. More: slots that were given back become free again.
-        Fewer: free slots leave first, then up to ``most`` chunks, coldest first, and a slot with a
-        pin with its last pin. True: call again."""
+        """Let at most ``slots`` be in use. If they become more, slots that were given back become
+        free again. If fewer, free slots leave first, then up to ``most`` chunks, coldest first, and
+        a slot with a pin when its last pin ends. Returns whether to call again."""
         more = slots > self.slots.limit
         self.slots.limit = slots
         self._quota.resize(slots, self._used)
@@ -589,9 +586,9 @@ class Directory:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _coldest(self, owner: int = 0) -> Entry | None:
-        """Entries with a reader that come before it in the order become hot at once, as they will
-        when the reader leaves. Otherwise every eviction would walk over the chunks of a long
-        read."""
+        """Return the coldest entry that may leave, of one owner's or of all, or None. Entries with
+        a reader that come before it become hot at once, as they will when the reader leaves:
+        otherwise every eviction would walk over the chunks of a long read."""
         if not (self._idle_of[owner] if owner else self._idle):
             return None
         first = None if owner else self.order.coldest()
@@ -603,9 +600,9 @@ class Directory:
     def _leaving(
         self, order: Iterable[ChunkKey], most: int, keep: Container[ChunkKey] = ()
     ) -> list[Entry]:
-        """The first ``most`` entries of this order (there must be as many) that may leave, up to
-        the first one of ``keep``. What is read becomes hot, see :meth:`_coldest`. What is kept by
-        hints leaves one at a time, because the owner that keeps most gives next."""
+        """Return the first ``most`` entries of this order that may leave, cut before the first one
+        of ``keep``. There must be as many. Entries with a reader become hot, see :meth:`_coldest`.
+        Chunks kept by hints leave one at a time, because the owner that keeps most gives next."""
         entries, found, read = self._entries, list[Entry](), list[ChunkKey]()
         stays = self.order.kept.stays
         for key in order if most else ():

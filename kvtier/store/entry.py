@@ -27,13 +27,12 @@ class Entry:
         self.slot = slot
         self.state = FILLING
         self.pins = self.writes = 0
-        """Holders that need the slot unchanged, and how many of them only write it to a lower
-        tier."""
+        """Pins on the slot, and how many of them belong to writes to a lower tier."""
         self.origin = origin
-        """The tier from which it is promoted, or None when an engine fills it. A promotion is
-        FILLING for a bounded time."""
+        """Index of the tier from which the chunk is promoted, or None when an engine fills it. A
+        promotion is FILLING for a bounded time."""
         self.offered = origin is not None
-        """A lower tier holds it, or the tiers that write on eviction were asked to take it."""
+        """Whether a lower tier holds it, or tiers that write on eviction were asked to."""
         self.copies = 0
-        """The tiers, as bits, that wrote their copy from this slot or filled it: they have exactly
-        these bytes."""
+        """Tiers, as bits, that have exactly these bytes: they wrote them from this slot, or filled
+        it."""

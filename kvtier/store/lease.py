@@ -21,17 +21,17 @@ from kvtier.core.steps import Steps, pieces, whole
 
 
 class Keeper(Protocol):
-    """The Store or Client as a lease sees the one that made it. Safe from any thread. All work is
+    """View that a lease has of the Store or Client that made it. Safe from any thread. All work is
     done in pieces, which must be done to the end."""
 
     def end_save(self, lease: SaveLease, *, commit: bool) -> Steps[None]:
-        """The slots are filled (``commit``), or they are given up. Called once for a lease."""
+        """End a lease once: its slots are filled (``commit``), or given up."""
 
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        """Add to ``slots`` and ``sources`` what became ready, and say where the load stands."""
+        """Add what became ready to ``slots`` and ``sources``, and return how far the load is."""
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """The slots are not read any more. Called once for a lease."""
+        """End a lease once: its slots are not read any more."""
 
 
 class _Lease:
@@ -40,14 +40,14 @@ class _Lease:
     def __init__(self, keeper: Keeper, pool: Pool | None, held: Any) -> None:
         self._keeper = keeper
         self.pool = pool
-        """Where the slots are. None for a lease without slots of a server that is not there."""
+        """Pool of the slots. None for a lease without slots of a server that is not there."""
         self.slots: list[int] = []
         self.open = True
         self.held = held
-        """The keeper's own."""
+        """Data of the keeper about this lease."""
 
     def views(self) -> list[memoryview]:
-        """The bytes of the slots, in the order of ``keys``."""
+        """Return the bytes of the slots, in the order of ``keys``."""
         return [] if self.pool is None else [self.pool.view(slot) for slot in self.slots]
 
     def close(self) -> None:
@@ -78,12 +78,12 @@ class SaveLease(_Lease):
     ) -> None:
         super().__init__(keeper, pool, held)
         self.run = run
-        """The whole run that the chunks are part of."""
+        """Whole run that the chunks are part of."""
         self.keys: list[ChunkKey] = []
 
     def clear_behind(self, chunk_bytes: int) -> Steps[None]:
-        """Clear, in pieces, what each slot has behind its chunk: another tenant's bytes may lie
-        there, and readers and lower tiers get whole slots."""
+        """Clear each slot behind its chunk, in pieces: another tenant's bytes may lie there, and
+        readers and lower tiers get whole slots."""
         pool = self.pool
         if pool is None or pool.slot_bytes == chunk_bytes:
             return
@@ -94,8 +94,8 @@ class SaveLease(_Lease):
             yield 0.0
 
     def commit(self) -> None:
-        """All slots are filled, and can be loaded from now on. Raises StateError when the lease has
-        ended."""
+        """Let all slots, which are filled now, be loaded from now on. Raises StateError when the
+        lease has ended."""
         whole(self.committing())
 
     def committing(self) -> Steps[None]:
@@ -112,12 +112,11 @@ class SaveLease(_Lease):
 
 
 class LoadLease(_Lease):
-    """A claim on the leading chunks of ``keys``. What is ready stays as it is until the lease ends.
-    Its slots are only to be read.
+    """Claim on the leading chunks of ``keys``. Chunks that are ready stay unchanged until the lease
+    ends. Its slots are only to be read.
 
     A chunk that fails on its way makes the lease shorter, and nothing else happens. After a server
-    is lost the lease does not grow any more, and what is ready can still be read.
-    """
+    is lost the lease does not grow any more, and what is ready can still be read."""
 
     __slots__ = ("asking", "keys", "sources")
 
@@ -126,13 +125,13 @@ class LoadLease(_Lease):
     ) -> None:
         super().__init__(keeper, pool, held)
         self.keys = keys
-        """Claimed, first chunk first. ``slots`` are those of the chunks that were ready at the last
-        poll."""
+        """Claimed chunks, first chunk first. ``slots`` are those of the chunks that were ready at
+        the last poll."""
         self.sources: list[str] = []
-        """Where each ready chunk came from: ``"ram"``, or a tier's name."""
+        """Origin of each ready chunk: ``"ram"``, or a tier's name."""
         self.asking = False
-        """A shared tier has yet to say how much of the rest it holds. Always False where a server
-        asks: the answer is one of the chunks that are coming."""
+        """Whether a shared tier has yet to say how much of the rest it holds. Always False where a
+        server asks: the answer is one of the chunks that are coming."""
 
     @property
     def ready(self) -> int:
@@ -140,8 +139,8 @@ class LoadLease(_Lease):
         return len(self.slots)
 
     def poll(self) -> Progress:
-        """How far the load is, in chunks. With ``coming == 0`` it does not grow any more. Nothing
-        is ready after the end."""
+        """Return how far the load is, in chunks. With ``coming == 0`` it does not grow any more.
+        Nothing is ready after the end."""
         return whole(self.polling()) if self.keys else Progress(0, 0)
 
     def polling(self) -> Steps[Progress]:

@@ -1,4 +1,4 @@
-"""How much of a run a Directory can serve, and when. Pure: the caller gives the times."""
+"""Lookup: how much of a run a Directory can serve, and when. Pure: the caller gives the times."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvtier.store.entry import FILLING, READY
 
 _MOST_STEPS = 32
 _PIECE_CHUNKS = 1024
-"""Chunks in one piece of :func:`lookup_run`: a few tenths of a millisecond."""
+"""Chunks in one piece of :func:`lookup_run`, which takes a few tenths of a millisecond."""
 Wait = Callable[[int], float | None]
-"""Seconds until a number of more reads of one tier have ended. None: unknown."""
+"""Function that returns the seconds until this many more reads of a tier have ended, or None."""
 
 
 def is_known(directory: Directory, key: ChunkKey) -> bool:
-    """Whether the chunk is in RAM, on its way there, or in a tier that need not be asked."""
+    """Return whether the chunk is in RAM, on its way there, or in a tier that need not be asked."""
     entry = directory.get(key)
     if entry is None:
         return next(directory.holders(key), None) is not None
@@ -28,12 +28,11 @@ def is_known(directory: Directory, key: ChunkKey) -> bool:
 def lookup_run(
     directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]
 ) -> Steps[LookupResult]:
-    """The lookup of a run, but for what only asking a shared tier can tell, in pieces under the
-    Store's lock.
+    """Return the lookup of a run, without what only asking a shared tier can tell. In pieces, each
+    under the Store's lock.
 
-    One step for each change of place: between two changes the time saved by one more chunk only
-    grows, so the best place to stop is always an end of a step.
-    """
+    The result has one step for each change of place: between two changes the time saved by one more
+    chunk only grows, so the best place to stop is always an end of a step."""
     steps: list[tuple[int, float | None]] = []
     reads: dict[int, int] = {}
     here, end, get = -1, len(keys), directory.get
@@ -60,7 +59,7 @@ def lookup_run(
 
 
 def _arrival(waits: Sequence[Wait], reads: Mapping[int, int]) -> float | None:
-    """Seconds until all ``reads`` by tier, and what those tiers read already, have ended."""
+    """Return the seconds until ``reads`` more reads of each tier have ended. None if unknown."""
     seconds = [waits[index](count) for index, count in reads.items()]
     known = [one for one in seconds if one is not None]
     return max(known, default=0.0) if len(known) == len(seconds) else None

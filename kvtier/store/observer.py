@@ -20,7 +20,7 @@ from kvtier.store.entry import Entry
 
 
 class Left(IntEnum):
-    """How a chunk ceased to be held. The name in lower case is the reason."""
+    """Reason why a chunk ceased to be held, by its name in lower case."""
 
     EVICTED = 1
     CORRUPT = 2
@@ -40,14 +40,14 @@ class Observer:
     # ---- under the Store's lock: the index -------------------------------------------------------
 
     def came(self, place: int, key: ChunkKey) -> None:
-        """The chunk can be served from this place from now on."""
+        """The chunk can be served from this place now."""
 
     def left(self, place: int, key: ChunkKey, how: Left) -> None:
         """The chunk has left this place."""
 
     def missing(self, key: ChunkKey, how: Left) -> None:
-        """The chunk is in no place, and perhaps never was: a read did not find it, or it is dropped
-        by name."""
+        """The chunk is in no place, and perhaps never was: a read did not find it, or its key was
+        invalidated."""
 
     def used(self, run: Sequence[ChunkKey]) -> None:
         """A prompt asked for a part of its run. The parts come last first."""
@@ -58,9 +58,9 @@ class Observer:
     # ---- under the Store's lock: the work on it --------------------------------------------------
 
     def took(self, what: str, place: str, seconds: float) -> None:
-        """A ``lookup``, ``load_wait``, ``save``, ``load``, ``promotion`` or ``spill`` took so long.
-        ``place`` is the slowest place that a load's chunks came from, the tier of a promotion or
-        spill, and empty for the others."""
+        """Work took this long: a ``lookup``, ``load_wait``, ``save``, ``load``, ``promotion`` or
+        ``spill``. ``place``: the slowest place that a load's chunks came from, or the tier of a
+        promotion or spill, else empty."""
 
     def loaded(self, entries: Sequence[Entry]) -> None:
         """A load ends. ``entries`` are its ready chunks, still pinned."""
@@ -82,20 +82,19 @@ class Observer:
     # ---- the Store's own questions ---------------------------------------------------------------
 
     def counted(self) -> Mapping[str, int]:
-        """Under the Store's lock: counts for ``Store.stats()``, which adds equal names."""
+        """Return counts for ``Store.stats()``, which adds equal names. Under the Store's lock."""
         return {}
 
     def close(self, timeout_s: float) -> bool:
-        """The Store ends. False: something hangs."""
+        """End with the Store. Returns False if something hangs."""
         return True
 
 
 class Observers:
-    """The observers of one index: for each event, the methods that override it.
+    """Observers of one index: for each event, the methods that override it.
 
     Guarded by the Store's lock. An event is told by ``for tell in observers.came: tell(...)``, and
-    the calls without the lock read one of these tuples at a time.
-    """
+    the calls without the lock read one of these tuples at a time."""
 
     __slots__ = (
         "all",
@@ -143,5 +142,4 @@ class Observers:
             self._set((*self.all, observer))
 
     def remove(self, observer: Observer) -> None:
-        """Remove an observer."""
         self._set(tuple(each for each in self.all if each is not observer))

@@ -1,4 +1,4 @@
-"""Purge: what of an owner's chunks a Store has, here and unseen, and what is not deleted yet."""
+"""Purge: finding an owner's chunks in a Store and its tiers, and counting those not deleted yet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvtier.store.lower.lower_tier import Core, LowerTier
 
 
 class Purge:
-    """Any thread may call it, and no call waits for a tier. An ``owner`` of None stands for all.
-    ``Store.invalidate`` drops what is found."""
+    """Finds the chunks of an ``owner``, or of all owners (None), for ``Store.invalidate`` to drop.
+    Any thread may call it, and no call waits for a tier."""
 
     def __init__(
         self, core: Core, lower: Sequence[LowerTier], every_key: Callable[[], list[ChunkKey]]
@@ -22,7 +22,8 @@ class Purge:
         self._lower, self._every_key = lower, every_key
 
     def finding(self, owner: int | None) -> Steps[set[ChunkKey]]:
-        """Every chunk in RAM or a tier that ``owner`` may drop (:func:`kvtier.core.tenant.may`)."""
+        """Return every chunk in RAM or a tier that ``owner`` may drop
+        (:func:`kvtier.core.tenant.may`)."""
         found = set[ChunkKey]()
         for part in pieces(self._every_key()):
             with self._lock:
@@ -31,7 +32,7 @@ class Purge:
         return found
 
     def outliving(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[int]:
-        """Number of these chunks that are being filled, or not yet deleted in a lower tier."""
+        """Return how many of these chunks are being filled, or not yet deleted in a lower tier."""
         left = 0
         for part in pieces(keys):
             with self._lock:
@@ -40,7 +41,7 @@ class Purge:
         return left
 
     def unseen(self, owner: int | None) -> list[Future[tuple[int, bool]]]:
-        """For every tier: see :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen`."""
+        """Begin :meth:`kvtier.store.lower.lower_tier.LowerTier.purge_unseen` of every tier."""
         return [lower.purge_unseen(owner) for lower in self._lower]
 
     def _may_drop(self, key: ChunkKey, owner: int | None) -> bool:
@@ -50,7 +51,8 @@ class Purge:
         )
 
     def _is_unfinished(self, key: ChunkKey, owner: int | None) -> bool:
-        """Under the lock: being filled, written or deleted, so no invalidate removes it yet."""
+        """Return whether the chunk is being filled, written or deleted: then no invalidate removes
+        it yet. Under the lock."""
         entry, tiers = self._directory.get(key), self._directory.tiers
         return (entry is not None and may(owner, entry.owner)) or any(
             key in tier.leaving or key in tier.writing for tier in tiers

@@ -18,7 +18,7 @@ Victim = TypeVar("Victim")
 
 
 class Quota:
-    """Used under the Store's lock.
+    """Chunks that each owner may have in one place. Used under the Store's lock.
 
     Args:
         share: the part of the place that one owner may have, above 0 and up to 1. None: no quotas.
@@ -31,17 +31,17 @@ class Quota:
     def __init__(self, share: float | None, room: int, count: Callable[[int], int]) -> None:
         self._share, self._count = share, count
         self.whole = self._of(room)
-        """Chunks of the whole place that an owner may have. None: there are no quotas."""
+        """Chunks of the whole place that one owner may have. None without quotas."""
         self.part = self.whole
-        """The same share of the Store's part of the place."""
+        """Chunks of the Store's part of the place that one owner may have. None without quotas."""
         self._beyond: dict[int, None] = {}
-        """Every owner that has more than its quota of the part, and some that had."""
+        """Owners that have more than their quota of the part, as keys, and some that had."""
 
     def _of(self, room: int) -> int | None:
         return None if self._share is None else max(1, int(room * self._share))
 
     def resize(self, room: int, owners: Iterable[int]) -> None:
-        """``room``: chunks of the place that the Store has now. ``owners``: all that have some."""
+        """Set the Store's part of the place, in chunks. ``owners``: all that have some."""
         self.part = self._of(room)
         self._beyond.clear()
         for owner in owners:
@@ -52,15 +52,15 @@ class Quota:
             self._beyond[owner] = None
 
     def spent(self, owner: int, beyond: int = 0) -> bool:
-        """Whether the owner has its quota of the whole place and ``beyond`` more: only its own
-        chunks leave for another one."""
+        """Return whether the owner has its quota of the whole place and ``beyond`` more: then only
+        its own chunks leave for another one."""
         if self.whole is None or owner == UNOWNED:
             return False
         return self._count(owner) >= self.whole + beyond
 
     def giver(self, owner: int) -> int:
-        """Whose chunk leaves for one more of this owner's, where there is no free room. 0: the
-        coldest of all."""
+        """Return the owner whose chunk leaves for one more of this owner's, where there is no free
+        room. 0 for the coldest chunk of all."""
         if self.part is None:
             return UNOWNED
         if owner != UNOWNED and self._count(owner) >= self.part:
@@ -74,8 +74,8 @@ class Quota:
     def victim(
         self, owner: int, spent: bool, coldest: Callable[[int], Victim | None]
     ) -> Victim | None:
-        """The chunk that leaves for one more of this owner, where there is no free room. ``spent``:
-        :meth:`spent` of it. ``coldest``: the next to leave of an owner's chunks, of all for 0."""
+        """Return the chunk that leaves for one more of this owner, where there is no free room.
+        ``spent``: :meth:`spent` of it. ``coldest``: returns an owner's next to leave (0: all)."""
         giver = owner if spent else self.giver(owner)
         found = coldest(giver)
         if found is None and giver != owner:  # all that the giver has is in use
@@ -83,8 +83,8 @@ class Quota:
         return found
 
     def left(self, owner: int, free: int) -> int:
-        """Number of chunks that the owner gets before its own leave for them, with room for
-        ``free``. Only where there are quotas."""
+        """Return the number of chunks that the owner gets before its own leave for them, with room
+        for ``free``. Only where there are quotas."""
         assert self.part is not None and self.whole is not None
         count = self._count(owner)
         return max(self.part - count, min(free, self.whole - count))

@@ -1,5 +1,5 @@
 """Sharing: a Store's part of RAM and of disks that several Stores divide
-(:mod:`kvtier.server.shares`), and its lane without a tier."""
+(:mod:`kvtier.server.shares`), and the lane that touches the pool's pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POPULATE_S = 5.0
 
 
 class SpareLane:
-    """Makes the pool's pages present in the background, and then does what is not urgent.
+    """Lane without a tier that makes the pool's pages present, and then does what is not urgent.
     ``lane``: None where there is none, so nothing of this is done. Any thread may call."""
 
     def __init__(self, directory: Directory, pool: Pool, lane: Executor | None) -> None:
@@ -36,22 +36,22 @@ class SpareLane:
             self._lane.submit(partial(self._populate, 0))
 
     def lend(self, lane: Executor | None) -> None:
-        """Set the lane late. Pages are made when the slots get room."""
+        """Set the lane of a Store made without one. Pages are made when the slots get room."""
         self._lane = lane
         self.touched.set_result(None)
 
     def submit(self, work: Work) -> bool:
-        """Do this if the pages are present already."""
+        """Queue this work if the pages are present already. Returns whether it was."""
         return self._lane is not None and self.touched.done() and self._lane.submit(work)
 
     def populate(self, slot: int) -> None:
-        """On a thread that may block: make the pages of one more slot present."""
+        """Make the pages of one more slot present, on a thread that may block."""
         if self._lane is not None:
             self._pool.populate(slot, 1)
 
     def end_populating(self) -> None:
-        """Wait before the pool gets fewer slots: what :meth:`_populate` makes present afterwards
-        would stay present, although its slots were given back."""
+        """Wait, before the pool gets fewer slots, until :meth:`_populate` is done: pages that it
+        makes present afterwards would stay, although their slots were given back."""
         if self._lane is not None:
             with suppress(CancelledError, TimeoutError):
                 self.touched.result(_POPULATE_S)
@@ -62,7 +62,7 @@ class SpareLane:
         return clean
 
     def _populate(self, first: int) -> None:
-        """On the lane. The next slots are new work, so that a close can come in between."""
+        """Make the next pages present, on the lane. A close can come before the rest."""
         pool = self._pool
         count = min(max(1, _POPULATE_BYTES // pool.slot_bytes), pool.slots - first)
         pool.populate(first, count)
@@ -74,7 +74,7 @@ class SpareLane:
 
 
 class Sharing:
-    """For the divider's one thread, which may block."""
+    """A Store's part of each place, for the divider's one thread, which may block."""
 
     def __init__(self, core: Core, lower: Sequence[LowerTier], spare: SpareLane) -> None:
         self._lock, self._directory, self._pool = core.lock, core.directory, core.pool
@@ -82,18 +82,18 @@ class Sharing:
         self._ages = Ages(core.pool.slots + sum(tier.chunks.capacity for tier in lower))
         core.directory.observers.add(self._ages)
         self.others: Callable[[], Iterable[Sharing]] = tuple
-        """The Stores with chunks of other sizes."""
+        """Function that returns the Stores with chunks of other sizes."""
         self.renewals: dict[int, int] = {}
         """Slot -> how often its memory went back to the host. A device that locked a slot's pages
         before that has pages that belong to no slot."""
 
     def has_seen(self, owner: int) -> bool:
-        """Whether this owner has or had chunks here. Needs no lock."""
+        """Return whether the owner is remembered to have or have had chunks. Needs no lock."""
         orders = (self._directory.order, *(tier.order for tier in self._directory.tiers))
         return any(order.has_seen(owner) for order in orders)
 
     def is_elsewhere(self, owner: int) -> bool:
-        """Whether this owner's chunks are kept in another size too. Needs no lock."""
+        """Return whether this owner's chunks are kept in another size too. Needs no lock."""
         return owner != UNOWNED and any(other.has_seen(owner) for other in self.others())
 
     @property
@@ -102,8 +102,8 @@ class Sharing:
             return self._directory.slots.occupied
 
     def rooms(self, turn: int) -> dict[str, Room]:
-        """Its part of ``ram`` and of every tier, by name, with a budget that can be divided.
-        ``turn``: number of the divider's looks, 0 if no other Store shares
+        """Return the Store's part of ``ram`` and of every tier with a budget that can be divided,
+        by name. ``turn``: number of the divider's looks, 0 if no other Store shares
         (:mod:`kvtier.store.observers.ages`)."""
         with self._lock:
             directory, counts = self._directory, self._counts
@@ -122,8 +122,8 @@ class Sharing:
             return {RAM: ram, **{name: room for name, room in rooms if room is not None}}
 
     def lend(self, spare: Executor | None = None) -> None:
-        """Before the Store is used, and without ``spare`` until now: other Stores have the room of
-        all that was not found in the tiers."""
+        """Begin with no room but for what was found in the tiers: other Stores have the rest.
+        Called before the Store is used. ``spare``: its lane, where it has none yet."""
         with self._lock:
             self._directory.resize(0, self._pool.slots)
             self._directory.slots.gave_back(self._directory.slots.leaving(self._pool.slots)[::-1])
@@ -132,8 +132,8 @@ class Sharing:
         self._spare.lend(spare)
 
     def limit(self, limits: Mapping[str, int]) -> Steps[None]:
-        """Set how many chunks these of :meth:`rooms` may hold. The memory and blocks of the others
-        go back to the host: those of slots that are held now when this is called again."""
+        """Set how many chunks each named place may hold. The memory and blocks of the rest go back
+        to the host, those of slots that are held now when this is called again."""
         if RAM in limits:
             yield from self._use(limits[RAM])
         for lower in self._lower:

@@ -13,10 +13,10 @@ class RamSlots:
     def __init__(self, count: int) -> None:
         self._count = count
         self.limit = count
-        """Slots that may be in use. The rest are another Store's room for now."""
+        """Most slots that may be in use. The rest are another Store's room for now."""
         self.free = list(range(count - 1, -1, -1))
         self._leaving: list[int] = []
-        """Their memory will be given back. They are not free before :meth:`gave_back`."""
+        """Slots whose memory will be given back. They are not free before :meth:`gave_back`."""
         self._given: list[int] = []
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class RamSlots:
 
     @property
     def surplus(self) -> int:
-        """Slots in use or free beyond :attr:`limit`."""
+        """Number of slots in use or free beyond :attr:`limit`."""
         return self._count - len(self._leaving) - len(self._given) - self.limit
 
     def put_back(self, slots: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class RamSlots:
         self._leaving.append(self.free.pop())
 
     def leaving(self, most: int) -> list[int]:
-        """Up to ``most`` slots whose memory is to be given back before :meth:`gave_back`."""
+        """Return up to ``most`` slots whose memory is to be given back before :meth:`gave_back`."""
         return self._leaving[-most:]
 
     def gave_back(self, slots: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class RamSlots:
         self._given += slots
 
     def next_given(self, most: int) -> list[int]:
-        """Up to ``most`` slots that :meth:`refill` makes free next."""
+        """Return up to ``most`` slots that :meth:`refill` makes free next."""
         return self._given[: -most - 1 : -1] if most > 0 else []
 
     def refill(self) -> None:

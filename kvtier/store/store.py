@@ -1,9 +1,8 @@
-"""Store: a KVStore in this process: one lock, the Directory, and the lanes of the lower tiers.
+"""Store: a KVStore in this process, with one lock, the Directory, and the lanes of the lower tiers.
 
 Decide under the lock, act outside it. The Directory is changed with the lock held, which needs
 memory only, and microseconds. Tiers and copies run without the lock. Any thread may call any method
-here, and no call waits for a tier.
-"""
+here, and no call waits for a tier."""
 
 from __future__ import annotations
 
@@ -55,9 +54,9 @@ if TYPE_CHECKING:
     from kvtier.core.report import SizeClassStatus
 
 _READY_CHUNKS = 512
-"""Chunks in RAM that are pinned in one piece, at 0.1 us each. A slot takes 3 us."""
+"""Chunks in RAM that are pinned in one piece, at 0.1 us each. A new slot takes 3 us."""
 _WHOLE_CHUNKS = 2048
-"""Longer runs would hold the lock for more than half a millisecond in :meth:`Store.load_ready`."""
+"""Longest run of :meth:`Store.load_ready`, which holds the lock for half a millisecond."""
 _PROBLEMS = 20
 
 
@@ -72,15 +71,15 @@ class _Claim:
     begun: float
     owner: int
     entries: list[Entry] = field(default_factory=list)
-    """Pinned, in the order of the lease's keys."""
+    """Pinned entries, in the order of the lease's keys."""
     sources: list[str] = field(default_factory=list)
-    """For each entry the tier that it had to come from, or RAM."""
+    """For each entry, the tier that it had to come from, or RAM."""
     waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
-    """The chunks of a run that no lower tier holds. Under the lock."""
+    """Chunks of a run that no lower tier holds. Read under the lock."""
 
     run: frozenset[ChunkKey]
     directory: Directory
@@ -137,7 +136,7 @@ class Store:
         self._took = core.took
         self._spare = SpareLane(self._directory, pool, spare)
         self.touched = self._spare.touched
-        """Done when the pool's pages are there, cancelled by an earlier close."""
+        """Future of the presence of the pool's pages. Cancelled by an earlier close."""
         self.lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
         self._on_save, self._on_evict = list[Spills](), list[Spills]()
         for place, lower in zip(places, self.lower, strict=True):
@@ -175,8 +174,9 @@ class Store:
     def save(
         self, keys: Sequence[ChunkKey], owner: int = 0, most: int | None = None
     ) -> Steps[SaveLease]:
-        """See KVStore.save. At most ``most`` slots. What is left unfinished gives them back. Of a
-        run that is longer than RAM, what a lower tier holds leaves RAM for what none holds yet."""
+        """See KVStore.save. At most ``most`` slots, which are given back if the work is left
+        unfinished. Of a run that is longer than RAM, chunks that a lower tier holds leave RAM for
+        those that none holds yet."""
         filling = _Filling(self.clock())
         lease, entries = SaveLease(self, self.pool, keys, filling), filling.entries
         wanted, missing = len(keys) if most is None else most, 0
@@ -220,7 +220,7 @@ class Store:
         most: int | None = None,
         asker: Asker = ANONYMOUS,
     ) -> Steps[LoadLease]:
-        """See KVStore.load. What is left unfinished lets go what it has pinned."""
+        """See KVStore.load. Pins are dropped if the work is left unfinished."""
         rest = keys[start:]
         claim = _Claim(self.clock(), owner)
         lease = LoadLease(self, self.pool, rest[:most], claim)
@@ -310,7 +310,7 @@ class Store:
         run: Sequence[ChunkKey],
         size: int = PIECE_CHUNKS,
     ) -> Steps[None]:
-        """Tell the directory of a run in pieces, the end first: the beginning is hottest."""
+        """Call ``note`` with pieces of a run, the end first: the beginning is hottest."""
         parts = list(pieces(run, size)) if run else []
         while parts:
             with self._lock:
@@ -326,7 +326,7 @@ class Store:
 
     def checking(self, idle: bool = False) -> Steps[str]:
         """:meth:`check` in pieces, slot by slot and then the counts, without what only a look at
-        all slots at one moment can see. Returns in words what is broken."""
+        all slots at one moment can see. Returns the broken rules in words."""
         problems: list[str] = []
         checking = self._directory.checking(idle)
         while True:
@@ -416,7 +416,8 @@ class Store:
 
     @in_pieces
     def invalidate(self, keys: Sequence[ChunkKey], owner: int | None = None) -> Steps[None]:
-        """See KVStore.invalidate. ``owner``: what it may drop, :func:`kvtier.core.tenant.may`."""
+        """See KVStore.invalidate. ``owner``: whose chunks may be dropped
+        (:func:`kvtier.core.tenant.may`)."""
         for part in pieces(keys):
             with self._lock:
                 for key in part:
@@ -432,13 +433,14 @@ class Store:
         self.invalidate(self.every_key())
 
     def every_key(self) -> list[ChunkKey]:
-        """All under the lock: see :class:`kvtier.server.shares.ScanLimiter`."""
+        """Return every chunk, in one hold of the lock: see
+        :class:`kvtier.server.shares.ScanLimiter`."""
         with self._lock:
             return self._directory.keys()
 
     @property
     def most_held(self) -> int:
-        """See KVStore.most_held. Fewer than the pool's slots while other Stores have room of it."""
+        """See KVStore.most_held. Fewer than the pool's slots while other Stores have room there."""
         return self._directory.slots.limit
 
     @property
@@ -450,7 +452,7 @@ class Store:
         return [lower.chunks.capacity for lower in self.lower]
 
     def watch(self, *, named_only: bool = False) -> Changes:
-        """See KVStore.watch. Until its ``end``."""
+        """See KVStore.watch. The changes are noted until their ``end``."""
         return Changes(self._directory, self._lock, self.place_names, named_only=named_only)
 
     def observe(self, observer: Observer) -> None:
@@ -463,7 +465,7 @@ class Store:
         return [RAM, *(tier.name for tier in self.tiers)]
 
     def lookup_by_tier(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Number of leading chunks that RAM, and then each tier, holds by itself."""
+        """Return the number of leading chunks that RAM, and then each tier, holds by itself."""
         with self._lock:
             lower = [tier.chunks.held_first(keys) for tier in self.lower]
             return [self._directory.ready_run(keys), *lower]
@@ -513,7 +515,7 @@ class Store:
                 self._will_follow = False
 
     def _follow(self) -> None:
-        """On the spare lane. Threads that wait for the interpreter get it in between."""
+        """Let the follower work, on the spare lane. Other threads run Python in between."""
         self._will_follow = False
         if self.follower.work(partial(time.sleep, 0)):
             self._follow_soon()
@@ -521,10 +523,10 @@ class Store:
     # ---- promotion: lower tier -> slot -----------------------------------------------------------
 
     def _claim(self, lease: LoadLease, most: int | None = None) -> list[tuple[Entry, int]]:
-        """Under the lock: extend the lease as far as the chunks are in RAM, on their way, or in a
-        lower tier. ``most``: only the next chunks in RAM, and so many others. Returns what has to
-        be read from which tier. The end of a run that is longer than RAM leaves for its beginning,
-        after all else."""
+        """Extend the lease as far as the chunks are in RAM, on their way, or in a lower tier.
+        ``most``: only the next chunks in RAM, and this many others. Returns each entry that has to
+        be read, with its tier. For a run longer than RAM, its own end leaves last. Under the
+        lock."""
         claim: _Claim = lease.held
         directory, promotions, names = self._directory, list[tuple[Entry, int]](), self._names
         known = len(claim.entries)
@@ -555,14 +557,14 @@ class Store:
         return promotions
 
     def _note_arrival(self) -> None:
-        """A promotion has ended, or a question was answered."""
+        """Wake :meth:`wait`: a promotion has ended, or a shared tier has answered."""
         with self._arrived:
             self._arrivals += 1
             self._arrived.notify_all()
         self.on_arrival()
 
     def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
-        """Under the lock: the index of the shared tier that may know more of a run than we do."""
+        """Return the shared tier (by index) that may hold more of a run. Under the lock."""
         if (
             self._directory.get(unknown[0]) is not None
             or next(self._directory.holders(unknown[0]), None) is not None
@@ -571,7 +573,7 @@ class Store:
         return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
 
     def _find(self, lease: LoadLease, index: int) -> None:
-        """On a lane thread: ask a shared tier for the rest of the run, and claim what it holds."""
+        """Ask a shared tier for the rest of the run, and claim what it holds. On a lane thread."""
         claim: _Claim = lease.held
         with self._lock:
             unknown = lease.keys[len(claim.entries) :]
@@ -598,8 +600,8 @@ class Store:
     def _end_of(
         self, keys: Sequence[ChunkKey], ready: int, known: int, owner: int
     ) -> tuple[int, str]:
-        """Under the lock: number of leading chunks that this owner can have, and why no more ("":
-        all). ``ready`` are in RAM, ``known`` in RAM or in a lower tier."""
+        """Return how many leading chunks this owner can have, and why not more ("" if all).
+        ``ready``: number in RAM, ``known``: in RAM or in a lower tier. Under the lock."""
         directory, lower = self._directory, self.lower
         if ready < len(keys) and directory.get(keys[ready]) is None:
             holders = list(directory.holders(keys[ready]))
@@ -618,8 +620,8 @@ class Store:
     def _miss(
         self, keys: Sequence[ChunkKey], ready: int, owner: int, most: int | None = None
     ) -> None:
-        """Under the lock: count by reason what a load is short of. Chunks beyond ``most`` were
-        declined."""
+        """Count, by reason, the chunks that a load lacks. Chunks beyond ``most`` were declined.
+        Under the lock."""
         end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready), owner)
         if why and (most is None or most >= end):
             self.counts[f"missed_{why}"] += len(keys) - end
@@ -694,7 +696,7 @@ class Store:
             return Progress(ready, coming)
 
     def end_load(self, lease: LoadLease) -> Steps[None]:
-        """See :class:`kvtier.store.lease.Keeper`. The run's end first: its beginning is hottest."""
+        """See :class:`kvtier.store.lease.Keeper`. Unpins the run's end before its beginning."""
         claim: _Claim = lease.held
         if not lease.keys:
             return
@@ -710,13 +712,13 @@ class Store:
             yield 0.0
 
     def _load_ended(self, claim: _Claim, sources: Sequence[str]) -> None:
-        """Under the lock. The load counts for the slowest tier that its chunks came from."""
+        """Note a load's time, under the slowest tier that it came from. Under the lock."""
         slowest_first = (tier.name for tier in reversed(self.tiers))
         place = next((name for name in slowest_first if name in sources), RAM)
         self._took("load", place, self.clock() - claim.begun)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
-        """Under the lock."""
+        """Unpin entries, and tell promotions of it. Under the lock."""
         self._directory.unpin(entries)
         for entry in entries:
             self._promotions.unpinned(entry)

@@ -14,7 +14,7 @@ from kvtier.store.quota import Quota
 
 
 class TierIndex:
-    """An eviction order and a capacity in chunks. ``share`` and ``keep``: see
+    """Eviction order and capacity, in chunks, of one lower tier. ``share`` and ``keep``: see
     :class:`kvtier.store.directory.Directory`."""
 
     __slots__ = (
@@ -39,7 +39,7 @@ class TierIndex:
     ) -> None:
         self.place, self._observers = place, observers
         self.shared = False
-        """Others write to the tier too. Set once, before it is used."""
+        """Whether others write to the tier too. Set once, before the tier is used."""
         self.capacity = capacity
         self.order = Owned(policy(capacity), share is not None, Kept(capacity, keep, share))
         self.quota = Quota(share, capacity, self._count)
@@ -52,18 +52,18 @@ class TierIndex:
         return len(self.order) + len(self.writing)
 
     def takes(self, key: ChunkKey) -> bool:
-        """Whether the chunk may be given to the tier: not held, being written or being deleted."""
+        """Return whether the tier neither holds, writes nor deletes the chunk, and may get it."""
         return not (key in self.order or key in self.writing or key in self.leaving)
 
     def held_first(self, keys: Sequence[ChunkKey]) -> int:
         return next((at for at, key in enumerate(keys) if key not in self.order), len(keys))
 
     def may_drop(self, key: ChunkKey, owner: int | None) -> bool:
-        """Whether ``owner`` may drop this chunk of the tier."""
+        """Return whether ``owner`` may drop this chunk of the tier."""
         return may(owner, self.order.owner(key), shared=self.shared)
 
     def unowned(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Chunks of ``keys`` that the tier holds and whose owner is not known here."""
+        """Return the chunks of ``keys`` that the tier holds and whose owner is not known here."""
         return [key for key in keys if key in self.order and self.order.owner(key) == UNOWNED]
 
     def hold(self, key: ChunkKey, owner: int = 0) -> None:
@@ -73,9 +73,9 @@ class TierIndex:
         self.quota.got(owner)
 
     def lost(self, key: ChunkKey, how: Left = Left.EVICTED) -> None:
-        """The tier does not hold the chunk, and nothing has to be deleted. Not for a tier that
-        cannot be asked now: what it holds must stay known, or no
-        :meth:`kvtier.store.directory.Directory.invalidate` reaches it."""
+        """Note that the tier does not hold the chunk, so nothing has to be deleted. Not for a tier
+        that cannot be asked now: its chunks must stay known, or no
+        :meth:`kvtier.store.directory.Directory.invalidate` reaches them."""
         if key in self.order:
             self._drop(key, how)
         else:
@@ -93,7 +93,7 @@ class TierIndex:
         self.order.discard(key)
 
     def evict(self, key: ChunkKey) -> None:
-        """The chunk leaves to make room, and may come back."""
+        """Let the chunk leave to make room. It may come back."""
         for tell in self._observers.left:
             tell(self.place, key, Left.EVICTED)
         self.order.evicted((key,))
@@ -111,7 +111,7 @@ class TierIndex:
         self.leaving.difference_update(keys)
 
     def make_room(self, owner: int) -> list[ChunkKey] | None:
-        """The chunks that leave for one more of ``owner``. None: no room can be made."""
+        """Evict for one more chunk of ``owner``. Returns what leaves; None if nothing can."""
         spent = self.quota.spent(owner)
         if not spent and len(self) < self.capacity:
             return []
@@ -122,15 +122,15 @@ class TierIndex:
         return [victim]
 
     def limit(self, capacity: int, most: int) -> list[ChunkKey]:
-        """Set the capacity, in chunks. Up to ``most`` chunks that leave for it, coldest first."""
+        """Set the capacity, in chunks. Evicts and returns up to ``most`` chunks beyond it."""
         self.capacity = capacity
         self.quota.resize(capacity, self.order.owners())
         self.order.resize(capacity)
         return self._over(most)
 
     def found(self, keys: Sequence[ChunkKey], owners: Iterable[int] = repeat(0)) -> list[ChunkKey]:
-        """The tier turned out to hold ``keys``, coldest first, with these owners. All of them
-        become hotter than what it was known to hold. Returns what :meth:`shrink` does."""
+        """Add ``keys``, coldest first, which the tier turned out to hold, with these owners. All of
+        them become hotter than the chunks known before. Returns what :meth:`shrink` does."""
         grown = set[int]()
         for key, owner in zip(keys, owners, strict=False):
             if self.takes(key):
@@ -139,8 +139,8 @@ class TierIndex:
         return self.shrink(grown)
 
     def shrink(self, owners: Iterable[int]) -> list[ChunkKey]:
-        """The chunks that leave because the tier is over its capacity, or one of ``owners`` over
-        its quota. Each group leaves coldest first."""
+        """Evict, and return, chunks beyond the tier's capacity, or beyond the quota of one of
+        ``owners``. Each group leaves coldest first."""
         surplus: list[ChunkKey] = []
         for owner in owners:
             while self.quota.spent(owner, 1) and (victim := self.order.coldest(owner)) is not None:

@@ -1,1 +1,1 @@
-"""The observers of a Store (:mod:`kvtier.store.observer`)."""
+"""Observers of a Store (:mod:`kvtier.store.observer`)."""

@@ -17,7 +17,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.store.observer import Observer
 
 _AHEAD_CHUNKS = 512
-"""Chunks looked through for one of the sample. More would hold the Store's lock for over 0.1 ms."""
+"""Most chunks looked through for one of the sample, within 0.1 ms under the Store's lock."""
 _WHOLE_CHUNKS = 1024
 _LEAST_PARTS = 64
 _USED_CHUNKS = 65_536
@@ -31,17 +31,17 @@ class Room(NamedTuple):
     fixed: int
     """Bytes that are taken even without any chunk."""
     most: int
-    """Chunks that it could hold if it had the whole place."""
+    """Chunks that the Store could hold if it had the whole place."""
     limit: int
-    """Chunks that it may hold now."""
+    """Chunks that the Store may hold now."""
     used: int
-    """Chunks that it holds or is being given."""
+    """Chunks that the Store holds or is being given."""
     occupied: int
     """Chunks whose bytes no other Store can have now."""
     wanted: int
     """Chunks since the start for which no room was free."""
     coldest: int | None
-    """Turn of the last use of the chunk that would leave next. None: none can, or unknown."""
+    """Turn of the last use of the chunk that would leave next. None if none can, or unknown."""
 
     @property
     def taken(self) -> int:
@@ -50,20 +50,20 @@ class Room(NamedTuple):
 
 
 class Ages(Observer):
-    """For a Directory with room for so many ``chunks``. Under the Store's lock."""
+    """Last uses in a Directory with room for ``chunks`` chunks. Under the Store's lock."""
 
     __slots__ = ("_floor", "_mask", "_turn", "_used")
 
     def __init__(self, chunks: int) -> None:
         part = min(_LEAST_PARTS, -(-chunks // _WHOLE_CHUNKS))
         self._mask = (1 << (part - 1).bit_length()) - 1
-        """A key whose first byte has none of these bits is in the sample."""
+        """Bits that are all 0 in the first byte of a key of the sample."""
         self._used: OrderedDict[ChunkKey, int] = OrderedDict()
         self._turn = self._floor = 0
 
     def begin(self, turn: int) -> None:
-        """Note uses in this turn from now on. 0: turns are not counted. Chunks that were there when
-        counting began count as used then."""
+        """Begin a turn, to which uses count from now on. 0 stops counting. Chunks that were there
+        when counting began count as used then."""
         if not turn:
             self._used.clear()
         elif not self._turn:
@@ -84,8 +84,8 @@ class Ages(Observer):
     stored = used
 
     def coldest(self, order: Iterable[ChunkKey]) -> int | None:
-        """The turn of the last use of the chunk that leaves first in this order, estimated from the
-        sample. None: no chunk can leave, or none near is in the sample."""
+        """Return the turn of the last use of the chunk that leaves first in this order, estimated
+        from the sample. None if no chunk can leave, or none near is in the sample."""
         if not self._turn:
             return None
         near = islice(order, _AHEAD_CHUNKS)

@@ -1,8 +1,7 @@
-"""Audit: compares one in so many loaded chunks, in the background, with its copy in a lower tier.
+"""Audit: compares one in 1,000 loaded chunks, in the background, with its copy in a lower tier.
 
 Every read from a tier is compared with its checksum anyway. That cannot see a slot that changes
-after it was filled: memory that flips bits, or a write through a stale address.
-"""
+after it was filled: memory that flips bits, or a write through a stale address."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ _PIECE_BYTES = 256 * 1024
 
 
 class Audit(Observer):
-    """Compares copies of one origin only: written from this slot, or read into it. A chunk that was
-    computed twice may differ in its last bits and be right both times, so tiers to which others
-    write are left out. ``invalidate`` drops chunks everywhere, and is called without the lock."""
+    """Compares slots with copies of the same origin: written from this slot, or read into it. A
+    chunk that was computed twice may differ in its last bits and be right both times, so tiers to
+    which others write are left out. ``invalidate`` is called without the lock."""
 
     def __init__(
         self,
@@ -35,13 +34,13 @@ class Audit(Observer):
         invalidate: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         self.one_in = AUDIT_CHUNKS
-        """Tests set another one, before the first load. 0: never."""
+        """Loaded chunks for one that is compared; 0: never. Tests set it before the first load."""
         self._core, self._lower_tiers, self._invalidate = core, lower_tiers, invalidate
         self._passed = 0
         self._said = False
 
     def loaded(self, entries: Sequence[Entry]) -> None:
-        """Due chunks are compared behind all that requests wait for, if the lane has room."""
+        """Queue a comparison if one is due, behind all that requests wait for."""
         for entry in entries if self.one_in else ():
             self._passed += 1
             due = self._passed >= self.one_in and entry.copies
@@ -50,13 +49,14 @@ class Audit(Observer):
                 lower.lane.submit(partial(self._compare, entry, lower))
 
     def _copy(self, entry: Entry) -> LowerTier | None:
-        """Under the lock: the fastest tier that holds exactly the bytes of this slot."""
+        """Return the fastest tier that holds exactly the bytes of this slot. Under the lock."""
         holders = self._core.directory.holders(entry.key) if entry.state is READY else ()
         same = (self._lower_tiers[index] for index in holders if entry.copies >> index & 1)
         return next((lower for lower in same if not lower.tier.shared), None)
 
     def _compare(self, entry: Entry, lower: LowerTier) -> None:
-        """On a lane thread. The slot is pinned only from here on: a long queue holds no slots."""
+        """Compare a chunk with the tier's copy, on a lane thread. The slot is pinned only from here
+        on: a long queue holds no slots."""
         core = self._core
         lower.sweep()
         with core.lock:
@@ -89,7 +89,7 @@ class Audit(Observer):
 
 
 def _same(one: memoryview, other: memoryview) -> bool:
-    """In pieces. Two bytes objects compare much faster than two views, but they are copies."""
+    """Compare in pieces. Two bytes objects compare much faster than two views, but are copies."""
     pieces = range(0, len(one), _PIECE_BYTES)
     return all(
         bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES]) for at in pieces

@@ -1,8 +1,7 @@
-"""Changes: which chunk came to which place, and which one left it, for engines and servers that
+"""Changes: which chunks came to which place, and which left it, for engines and servers that
 publish. Pure.
 
-Each reader has a bounded list of its own. One that asks too seldom is told that it lost some.
-"""
+Each reader has a bounded list of its own. One that asks too seldom is told that it lost some."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class Changes(Observer):
         return self._lost or bool(self._waiting)
 
     def changes(self, most: int = _WAITING_CHANGES) -> list[Change] | None:
-        """See Watched. At most so many."""
+        """See Watched. At most ``most`` changes are returned."""
         if not self.has_changes:
             return []
         with self._lock:
@@ -98,24 +97,24 @@ class Changes(Observer):
         return [RAM_PLACE] * ready + [1 + index for index in self._directory.holders(key)]
 
     def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
-        """See Watched. Its engine alone publishes."""
+        """Ignore events of an engine: it publishes them itself."""
 
     def end(self) -> None:
-        """Changes are not noted any more."""
+        """Stop noting changes."""
         with self._lock:
             self._directory.observers.remove(self)
 
     # ---- only named chunks -----------------------------------------------------------------------
 
     def name(self, keys: Iterable[ChunkKey]) -> None:
-        """Tell of these chunks from now on."""
+        """Note changes of these chunks from now on."""
         assert self._named is not None
         with self._lock:
             for key in keys:
                 self._named.setdefault(key, 0)
 
     def unname(self, keys: Iterable[ChunkKey]) -> None:
-        """Tell no more of those chunks of which nothing is told."""
+        """Stop noting changes of those of these chunks that are in no place."""
         assert self._named is not None
         with self._lock:
             for key in keys:
@@ -123,7 +122,7 @@ class Changes(Observer):
                     del self._named[key]
 
     def find(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """The places of the leading chunks that are held, as bits. Tell of them from now on."""
+        """Return the places, as bits, of the leading held chunks, whose changes are noted now."""
         assert self._named is not None
         with self._lock:
             held = takewhile(bool, map(self._places, keys))

@@ -1,9 +1,8 @@
-"""Follower: the work that prompts and hints cause in a Store later, without its lock: sessions,
-shadows and the marks of hints.
+"""Follower: work that prompts and hints cause in a Store later, without its lock: sessions, shadows
+and the marks of hints.
 
 Prompts and hints wait in one bounded queue, in the order in which they came. The Store's spare lane
-works on them. It takes the lock for short pieces only.
-"""
+works on them. It takes the lock for short pieces only."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ _READ_WITHIN_S = 600.0
 
 
 class UsesSince(Observer):
-    """Chunks that were used or saved after a hint came and before it was followed, ``most`` of
-    them. Hints are followed in the order in which they came. Under the Store's lock."""
+    """Record of up to ``most`` chunks that were used or saved after a hint came and before it was
+    followed. Hints are followed in the order in which they came. Under the Store's lock."""
 
     __slots__ = ("_came", "_followed", "_last_use", "_lost", "_most")
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._last_use: dict[ChunkKey, int] = {}
-        """Chunk -> number of the newest hint when it was used last."""
+        """Chunk -> number of the newest hint at its last use."""
         self._came = self._followed = 0
         """Numbers of the newest hint, and of the last one that was followed."""
         self._lost = 0
@@ -58,7 +57,7 @@ class UsesSince(Observer):
     stored = used
 
     def unused(self, run: Sequence[ChunkKey], hint: int) -> list[ChunkKey]:
-        """Chunks of ``run`` not used since this hint; none where that was not remembered."""
+        """Return the chunks of ``run`` not used since this hint; none if they were forgotten."""
         if hint <= self._lost:
             return []
         return [key for key in run if self._last_use.get(key, 0) < hint]
@@ -73,16 +72,16 @@ class _Item(NamedTuple):
     run: Sequence[ChunkKey]
     session: str
     hint: Hint = NO_HINT
-    """Of a prompt: none."""
+    """:data:`NO_HINT` for a prompt."""
     number: int = 0
-    """Of the hint. See :class:`UsesSince`."""
+    """Number of the hint in :class:`UsesSince`."""
     at: float = 0.0
 
 
 class Follower(Observer):
-    """One thread at a time calls :meth:`work`. ``adaptive``: RAM's policy, where it adapts.
-    ``rooms``: of each place, in chunks. ``what_if``: also find out what other sizes would have
-    hit."""
+    """Queue of prompts and hints. One thread at a time calls :meth:`work`. ``adaptive``: RAM's
+    policy, if it adapts. ``rooms``: of each place, in chunks. ``what_if``: also compute hit ratios
+    of other sizes."""
 
     def __init__(
         self,
@@ -97,13 +96,13 @@ class Follower(Observer):
         self._directory, self._lock, self._clock = directory, lock, clock
         self.adaptive = adaptive
         self.on_note: Callable[[], object] = lambda: None
-        """Called on any thread, without the lock: :meth:`work` is to be called on another."""
+        """Called on any thread, without the lock, when :meth:`work` is due on another."""
         self._uses = UsesSince(2 * sum(rooms.values()))
         directory.observers.add(self._uses)
         self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
         self._rooms = dict(rooms) if what_if else {}
         self._curves = dict[str, Curve]()
-        """By place, as long as they are read."""
+        """Place -> its curve. Empty while nobody reads them."""
         self._read_at = clock()
         self._waiting: deque[_Item] = deque()
         self._working = 0
@@ -144,7 +143,7 @@ class Follower(Observer):
         return True
 
     def work(self, pause: Callable[[], object]) -> bool:
-        """Work on some of what waits, without the lock, pausing often. True: more is waiting."""
+        """Follow some of what waits, without the lock, with pauses. Returns whether more waits."""
         with self._lock:
             self._directory.tick(self._clock())
         self._working = 1
@@ -183,9 +182,9 @@ class Follower(Observer):
             yield from curve.seeing(item.run, session)
 
     def read_curve(self, place: str) -> list[Point]:
-        """Hits that LRU caches of other sizes would have had since the start, or since this is
-        asked for: prompts are followed for it only as long as it is asked for every ten minutes.
-        Any thread."""
+        """Return the hits that LRU caches of other sizes would have had, since the start or since
+        reading began: prompts are counted only while this is called every ten minutes. Any
+        thread."""
         self._read_at = self._clock()
         curve = self._curves.get(place)
         return [] if curve is None else curve.points()

@@ -1,4 +1,4 @@
-"""How long a Store's work took, and what its hits spared an engine. Pure: no clock."""
+"""Timings: how long a Store's work took, and what its hits spared an engine. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ALL_PLACES = 64 - FIRST_BIT
 
 
 class Histogram:
-    """Counts and sums of seconds by powers of two, cheap enough for operations that take
-    microseconds. Not thread-safe: its owner guards it."""
+    """Counts and sums of seconds by powers of two, cheap enough for work of microseconds. Not
+    thread-safe: its owner guards it."""
 
     __slots__ = ("_counts", "_sums")
 
@@ -30,7 +30,7 @@ class Histogram:
 
     @property
     def counts(self) -> list[int]:
-        """Counts by bucket, not cumulated. There is one more bucket than :data:`BOUNDS`."""
+        """Counts by bucket, not cumulated, with one more bucket than :data:`BOUNDS`."""
         return [*self._counts[:PLACES], sum(self._counts[PLACES:])]
 
     @property
@@ -39,7 +39,7 @@ class Histogram:
 
 
 class Timings(Observer):
-    """A histogram for each kind of work from the start on. ``tiers``: the lower ones' names."""
+    """Histogram for each kind of work, from the start on. ``tiers``: names of the lower tiers."""
 
     __slots__ = ("_all",)
 
@@ -60,9 +60,8 @@ class Timings(Observer):
 
 
 class ComputeCounts(Observer):
-    """Prefill asked for and spared, in tokens at a prompt's beginning that take as long.
-
-    ``s0``: see :func:`kvtier.eviction.saved_compute.balance`."""
+    """Prefill asked for and spared, in tokens at a prompt's beginning that take as long. ``s0``:
+    see :func:`kvtier.eviction.saved_compute.balance`."""
 
     __slots__ = ("_asked", "_of", "_saved")
 

@@ -1,6 +1,5 @@
 """Figures: every metric of a Store, one row each. A server's ``/metrics`` and an engine's (vLLM's)
-are made of the same rows, so they have the same names, kinds and help texts.
-"""
+are made of the same rows, and have the same names, kinds and help texts."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from kvtier.eviction.what_if import SCALES
 GAUGE, COUNTER = "gauge", "counter"
 PREFIX = "kvtier_"
 MISSED = ("cold", "other_chunk_size", "evicted", "corrupt", "forgotten", "tier_down", "saving")
-"""Reasons that a Store can tell. Only engines know salt, adapter, media and unnamed."""
+"""Reasons of misses that a Store can tell. Only engines know salt, adapter, media and unnamed."""
 QUEUES = ("reads", "writes")
 DECLINED = ("slower", "unasked", "deadline", "refused")
 
@@ -28,18 +27,18 @@ def below_ram(tier: str) -> bool:
 
 
 def on_a_disk(tier: str) -> bool:
-    """True for a tier that wears out."""
+    """Return whether the tier wears out."""
     return tier == "nvme"
 
 
 class Figure(NamedTuple):
-    """A metric of a Store.
+    """Metric of a Store.
 
-    ``values``: the values of its labels -> the metric's. ``tiers``: of a metric by tier, which ones
-    have it."""
+    ``values``: returns the metric's values by its labels' values. ``tiers``: of a metric by tier,
+    whether a tier has it."""
 
     name: str
-    """Without the prefix."""
+    """Name without the prefix."""
     kind: str
     text: str
     labels: tuple[str, ...]
@@ -48,11 +47,11 @@ class Figure(NamedTuple):
 
 
 Value = str | Callable[..., float]
-"""The field of the report that has a metric's value, or what makes it of the report."""
+"""Field of the report with a metric's value, or a function that computes it from the report."""
 
 
 def _read(value: Value) -> Callable[..., float]:
-    """``value`` of a report, or of its last part: a tier, a disk."""
+    """Return the function that reads ``value`` of a report, or of its last part: a tier, a disk."""
     return value if callable(value) else lambda *told: float(getattr(told[-1], value))
 
 
@@ -178,7 +177,7 @@ LABELLED_FIGURES = (
         lambda r: {(t.tier, scale): ratio for t in r.tiers for scale, ratio in what_if(t).items()},
     ),
 )
-"""Hits that other settings of eviction, and other sizes, would have had."""
+"""Figures of eviction settings, and of the hits that other settings and sizes would have had."""
 
 
 def _queued(report: SizeClassStatus) -> Mapping[tuple[str, ...], float]:
@@ -216,7 +215,7 @@ BY_TIER = ("load", "promotion", "spill")
 
 
 def what_if(tier: TierStatus) -> Mapping[str, float]:
-    """The curve by scale, which is 0 before anything is asked for."""
+    """Return the tier's hit ratios by scale, which are 0 before anything is asked for."""
     return dict.fromkeys(WHAT_IF_SCALES, 0.0) | tier.what_if
 
 

@@ -35,11 +35,11 @@ from kvtier.store.observer import Left, Observer
 _WAYS = 4
 _MARK_BITS = 3
 _BEGINNINGS, _MOST_EXTRAS = 2048, 8
-"""First chunks that are remembered, and of each so many salts, adapters and media."""
+"""First chunks that are remembered, and the most salts, adapters and media of each."""
 
 
 class Marks:
-    """A bounded memory of small numbers (1 to 7) by digest. A place takes 8 bytes, all allocated at
+    """Bounded memory of small numbers (1 to 7) by digest. A place takes 8 bytes, all allocated at
     the start.
 
     It is set-associative as processor caches are (A. J. Smith, *Cache Memories*, ACM Computing
@@ -56,7 +56,7 @@ class Marks:
         return len(self._words)
 
     def put(self, digest: bytes, mark: int) -> None:
-        """``digest``: 8 evenly distributed bytes or more. ``mark`` replaces an older one."""
+        """Set the number of a digest, of 8 evenly distributed bytes or more."""
         words = self._words
         tag = int.from_bytes(digest[:8], "little") >> _MARK_BITS
         start = tag % self._sets * _WAYS
@@ -85,8 +85,8 @@ EXTRAS = ("salt", "adapter", "media")
 
 
 class FirstChunks:
-    """The tokens with which prompts began, and the salt, adapter and media under which they were
-    saved: a mismatch of keys is told from a new prompt.
+    """Tokens with which prompts began, and the salt, adapter and media under which they were saved,
+    so that a mismatch of keys is told from a new prompt.
 
     It is the memory of one engine's scheduler and never leaves that process. No request is told
     what it says, only counters are. A server keeps none, because several tenants use it. At most a
@@ -96,11 +96,11 @@ class FirstChunks:
 
     def __init__(self) -> None:
         self._saved: OrderedDict[bytes, tuple[tuple[int, ...], ...]] = OrderedDict()
-        """By tokens: hashes of the extras under which they were saved."""
+        """Digest of the tokens -> hashes of the extras under which they were saved."""
 
     def saved(self, content: bytes, extras: Sequence[bytes]) -> None:
-        """``content``: a digest of the tokens alone. ``extras`` follow the order of
-        :data:`EXTRAS`."""
+        """Note a saved first chunk. ``content``: a digest of the tokens alone. ``extras``: in the
+        order of :data:`EXTRAS`."""
         known, new = self._saved.get(content[:8], ()), tuple(map(hash, extras))
         if new not in known:
             self._saved[content[:8]] = (*known, new)[-_MOST_EXTRAS:]
@@ -108,8 +108,8 @@ class FirstChunks:
                 self._saved.popitem(last=False)
 
     def differs(self, content: bytes, extras: Sequence[bytes]) -> str:
-        """The one of :data:`EXTRAS` in which this first chunk differs from a saved one. "" when
-        none was saved, or the very same chunk was."""
+        """Return the one of :data:`EXTRAS` in which this first chunk differs from a saved one. ""
+        when none was saved, or the very same chunk was."""
         known = self._saved.get(content[:8])
         if known is None:  # as of most prompts
             return ""
@@ -125,8 +125,8 @@ _LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20
 
 
 class Past(Observer):
-    """Remembers twice as many departures as its Directory has room for chunks, within 256 KiB and 8
-    MiB, by parts of keys, which say nothing without the tokens. The Directory's lock guards it."""
+    """Departures, twice as many as its Directory has room for chunks, within 256 KiB and 8 MiB, by
+    parts of keys, which say nothing without the tokens. The Directory's lock guards it."""
 
     __slots__ = ("_directory", "_marks")
 
@@ -136,7 +136,8 @@ class Past(Observer):
         self._marks = Marks(min(max(2 * room, _LEAST_PLACES), _MOST_PLACES))
 
     def left(self, place: int, key: ChunkKey, how: Left) -> None:
-        """Another place may have what this one forgets: :meth:`missing` is told when none has."""
+        """Remember a departure but for chunks that were dropped by name: another place may have
+        them, and :meth:`missing` is told when none has."""
         if how is not Left.FORGOTTEN:
             self._marks.put(key, how)
 
@@ -150,8 +151,8 @@ class Past(Observer):
         return "tier_down" if held else self._how(key)
 
     def remembered_run(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of leading chunks that are held, or left to make room and are remembered. By
-        bisection: the end of a run leaves and is forgotten first."""
+        """Return the number of leading chunks that are held, or left to make room and are
+        remembered. By bisection: the end of a run leaves and is forgotten first."""
         if not keys or not self._is_remembered(keys[0]):  # most prompts that miss are new
             return 0
         return bisect_left(keys, True, key=lambda key: not self._is_remembered(key))

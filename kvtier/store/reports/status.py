@@ -1,4 +1,4 @@
-"""A Store's status, read from the objects' own counts and kept nowhere."""
+"""Status of a Store, read from the objects' own counts and kept nowhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAILED = ("failed_reads", "failed_writes", "failed_finds", "failed_deletes", "f
 
 
 class Measured(Protocol):
-    """The part of a Store that :func:`read` needs."""
+    """Part of a Store that :func:`read` needs."""
 
     pool: Pool
     lower: list[LowerTier]
@@ -39,7 +39,7 @@ class Measured(Protocol):
 def read(
     store: Measured, namespaces: int = 0, zero_hits: str = "", models: Sequence[str] = ()
 ) -> SizeClassStatus:
-    """Any thread. These are counts that are kept: no walk over chunks."""
+    """Return a Store's status from counts that are kept, without a walk over chunks. Any thread."""
     stats = Counter(store.stats())
     counts: Callable[[str], int] = stats.__getitem__
     curve = store.follower.read_curve
@@ -148,7 +148,7 @@ def _tier(
 
 
 def _wear(own: Mapping[str, int], room: int, age_s: float) -> float:
-    """Drive writes per day, of a tier that counts what its device has been given."""
+    """Return drive writes a day, or 0 for a tier that does not count its device's writes."""
     if "lifetime_bytes" not in own or not room:
         return 0.0
     return own["bytes_written"] / room / max(1.0, age_s / _DAY_S)

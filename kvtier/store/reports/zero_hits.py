@@ -10,7 +10,7 @@ from kvtier.core.report import SizeClassStatus
 
 _CHUNKS, _LOOK_S = 2000, 600.0
 _SHOWN_REASONS, _LEAST_PART = 2, 0.1
-"""Reasons that are told, and the least part of the asked chunks that each must explain."""
+"""Most reasons that are told, and the least part of the asked chunks that each must explain."""
 
 _WORDS = {
     "cold": (
@@ -53,13 +53,13 @@ _WORDS = {
 
 
 def room(slots: int, lower: Mapping[str, int]) -> str:
-    """The room of a cache, in words. ``lower``: chunks by tier."""
+    """Return the room of a cache, in words. ``lower``: chunks by tier."""
     places = ", ".join(f"{name} {chunks:,}" for name, chunks in lower.items())
     return f"RAM holds {slots:,} chunks, {places or 'there is no lower tier'}"
 
 
 def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
-    """The arguments of :meth:`ZeroHits.counted`, from ``Store.stats()``."""
+    """Return the arguments of :meth:`ZeroHits.counted` from ``Store.stats()``."""
     hits = sum(count for name, count in stats.items() if name.endswith("_loaded"))
     kinds = ("missed_", "declined_")
     reasons = {
@@ -85,7 +85,7 @@ class ZeroHits:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.verdict = ""
-        """Why nothing is ever hit. Empty while there are hits, or too little was asked to say."""
+        """Sentence why nothing is ever hit. Empty while there are hits, or too little was asked."""
         self._room, self._found = room, found
         self._chunks, self._seconds, self._clock = chunks, seconds, clock
         self._since, self._hits, self._asked = clock(), 0, 0
@@ -93,17 +93,15 @@ class ZeroHits:
 
     @classmethod
     def of(cls, status: SizeClassStatus, slots: int, clock: Callable[[], float]) -> ZeroHits:
-        """For a Store that has just been made."""
+        """Make one for a Store that has just been made."""
         lower = status.tiers[1:]
         holds = room(slots, {tier.tier: tier.capacity for tier in lower})
         return cls(holds, sum(tier.held for tier in lower), clock=clock)
 
     def counted(self, asked: int, hits: int, saved: int, reasons: Mapping[str, int]) -> bool:
-        """Tell the counts since the start: chunks asked for, hits, chunks saved, and the other
+        """Compare the counts since the start: chunks asked for, hits, chunks saved, and the other
         asked chunks by reason. A prompt too short for a chunk counts as one, with the reason
-        ``short``.
-
-        True once in each period without hits: :attr:`verdict` is new and should be logged."""
+        ``short``. Returns True once in each period without hits, when :attr:`verdict` is new."""
         if hits > self._hits:
             self.verdict, self._hits, self._asked = "", hits, asked
             self._before, self._since = dict(reasons), self._clock()
