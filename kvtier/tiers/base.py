@@ -36,17 +36,17 @@ class Tier(ABC):
 
     name: str
     capacity: int
-    """Room in chunks. 0 while a tier that was away at the start does not know it. It changes on any
+    """Room in chunks. 0 while a tier that was away at the start does not know it. Changes on any
     thread, with parts of the tier that fail or come back."""
     shared: bool = False
-    """Other processes write here too. :meth:`find` asks for their chunks."""
+    """Whether other processes write here too. :meth:`find` asks for their chunks."""
     keeps_owners: bool = False
-    """The owner (:mod:`kvtier.core.tenant`) is stored with each chunk. Else a restart loses it."""
+    """Whether each chunk's owner (:mod:`kvtier.core.tenant`) is stored with it, for a restart."""
     asks_for_owners: bool = False
-    """:meth:`owners` costs a request a chunk, so it is asked only of chunks that a tenant wants to
-    be dropped. Until then they have no owner."""
+    """Whether :meth:`owners` costs a request a chunk. Then it is asked only of chunks that a tenant
+    wants to be dropped, and until then they have no owner."""
     comes_whole: bool = False
-    """Reads take the CPU, which copies need too: in parts a hit would be there no sooner."""
+    """Whether reads take the CPU, which copies need too. Then a hit comes no sooner in parts."""
     chunk_room: int = 0
     """Bytes that a chunk takes of a budget that several Stores divide. 0: no such budget."""
     fixed_room: int = 0
@@ -60,23 +60,23 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
-        """Store the chunk. True: a later ``read`` finds it whole. False: no part of it is held. A
-        chunk that is held already keeps its owner, or gets this one. Raises StateError for a chunk
-        of a size that the tier does not take."""
+        """Store the chunk. Returns True if a later ``read`` finds it whole, False if no part of it
+        is held. A chunk that is held already keeps its owner, or gets this one. Raises StateError
+        for a chunk of a size that the tier does not take."""
 
     @abstractmethod
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """Fill ``into``, as long as the chunk that was written. True only when it holds exactly the
-        bytes written for this key, checksum verified. Else ``into`` is undefined.
+        """Fill ``into``, as long as the chunk that was written. Returns True only when it holds
+        exactly the bytes written for this key, checksum verified. Else ``into`` is undefined.
 
-        False: the tier does not hold the chunk, or has dropped it because it was bad. None: not
-        now. The chunk may well be there, and stays known, so that a later delete reaches it. A
-        medium that answers never gives None."""
+        Returns False if the tier does not hold the chunk, or has dropped it because it was bad.
+        Returns None for "not now": the chunk may well be there, and stays known, so that a later
+        delete reaches it. A medium that answers never gives None."""
 
     def may_read(self, key: ChunkKey) -> bool:
-        """Whether a ``read`` of this chunk is worth a slot. False while the machine that has it is
-        left alone because it failed. When that machine is due to be tried again, one caller gets
-        True.
+        """Return whether a ``read`` of this chunk is worth a slot. False while the machine that has
+        it is left alone because it failed. When that machine is due to be tried again, one caller
+        gets True.
 
         A tier that may be None for long has a :class:`~kvtier.tiers.breaker.Breaker` for each
         machine and asks it here. Called under the Store's lock, so it must not wait."""
@@ -84,8 +84,8 @@ class Tier(ABC):
 
     @abstractmethod
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """Number of leading ``keys`` that are held now. A fault is 0. May block: for lane threads
-        only.
+        """Return the number of leading ``keys`` that are held now, 0 for a fault. May block: for
+        lane threads only.
 
         A far tier may assume that runs have no gaps. A chunk that is counted but not there is a
         miss when it is read."""
@@ -95,8 +95,8 @@ class Tier(ABC):
         """Forget the chunk if held, and free its room at once."""
 
     def lost_and_found(self) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
-        """Chunks that ceased to be held without a call that asked for it, and chunks that are held
-        again, coldest first, since the last call. ``capacity`` is up to date then. May block: for
+        """Return chunks that ceased to be held without a call that asked for it, and chunks that
+        are held again, coldest first, since the last call. Updates ``capacity``. May block: for
         lane threads only."""
         return (), ()
 
@@ -107,22 +107,23 @@ class Tier(ABC):
     # ---- owners ----------------------------------------------------------------------------------
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        """Owners of these chunks, 0 where there is none, the chunk is not held, or that cannot be
-        told now. May block: called at the start and by lane threads."""
+        """Return the owners of these chunks, 0 where there is none, the chunk is not held, or the
+        tier cannot tell now. May block: called at the start and by lane threads."""
         return [UNOWNED] * len(keys)
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """Chunks of a shared tier that ``owner`` may drop (:func:`kvtier.core.tenant.may`), whoever
-        wrote them. False: not all were found, because of a fault, the time, chunks without an
-        owner, or because this tier cannot search. Takes seconds: for lane threads only."""
+        """Return the chunks of a shared tier that ``owner`` may drop
+        (:func:`kvtier.core.tenant.may`), whoever wrote them, and whether these are all. They are
+        not for a fault, for want of time, for chunks without an owner, and for a tier that cannot
+        search. Takes seconds: for lane threads only."""
         return [], not self.shared
 
     # ---- room ------------------------------------------------------------------------------------
 
     def resize(self, chunks: int) -> int:
-        """Set the room to ``chunks``, at most ``capacity``, and return the room that there is now:
-        less where it could not be had, more where it is in use. Writes that are going on may exceed
-        it. May block: called by one thread, never on a loop."""
+        """Set the room to ``chunks``, at most ``capacity``. Returns the room that there is now:
+        less where it could not be had, more where it is in use. Running writes may exceed it. May
+        block: called by one thread, never on a loop."""
         return chunks
 
     # ---- health ----------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class Tier(ABC):
 
     @property
     def by_disk(self) -> Sequence[DiskStatus]:
-        """Counts of each disk, of a tier on several."""
+        """Counts of each disk, for a tier on several disks."""
         return ()
 
     @property
@@ -152,17 +153,17 @@ class Tier(ABC):
 
     @property
     def trouble(self) -> str:
-        """A fault that waiting does not heal, in words. Empty: none."""
+        """Fault that waiting does not heal, in words, or ""."""
         return ""
 
     @property
     def owed(self) -> int:
-        """Deletions that wait until the tier can be reached."""
+        """Number of deletions that wait until the tier can be reached."""
         return 0
 
 
 class ForwardingTier(Tier):
-    """Threads: as ``inner``, which is closed with it."""
+    """Tier that passes every call to ``inner``, and closes it. Threads: as ``inner``."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
@@ -241,7 +242,8 @@ AWAY_EVENTS = (*EVENTS, "failed_finds", "failed_deletes", "breaker_trips")
 
 
 class EventCounts:
-    """``place``: the tier's name in the log. Threads: any."""
+    """Counts of events by name, with a log line for the first of a kind. ``place``: the tier's name
+    in the log. Threads: any."""
 
     def __init__(self, events: Iterable[str], logger: logging.Logger, place: str) -> None:
         self.values = dict.fromkeys(events, 0)
@@ -254,7 +256,7 @@ class EventCounts:
             self.values[event] += by
 
     def log_first(self, kind: str, what: object) -> None:
-        """Log the first fault of this kind. Later ones are only counted."""
+        """Log the first fault of this kind. Further ones are not logged."""
         with self._lock:
             if kind in self._logged:
                 return

@@ -19,18 +19,15 @@ WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 
 class Breaker:
-    """Closed (all calls go) until ``faults`` faults in a row. Then open (no call goes) for
-    ``wait_s``. Then one call may try. Its success closes the breaker, its fault doubles the wait,
-    up to ``longest_wait_s``.
+    """State of a machine: closed (all calls go) until ``faults`` faults in a row, then open (no
+    call goes) for ``wait_s``. Then one call may try. Its success closes the breaker, its fault
+    doubles the wait, up to ``longest_wait_s``.
 
     A machine that comes and goes passes a trial now and then. So a breaker that opens again within
     ``longest_wait_s`` of closing waits twice as long as the last time.
 
     A trial that is reserved and not begun, or that never reports back, is given up after the same
-    wait, so that a lost caller cannot keep the breaker open.
-
-    Threads: any.
-    """
+    wait, so that a lost caller cannot keep the breaker open. Threads: any."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class Breaker:
         self._until: float | None = None
         """Time from which one call may try; None while closed."""
         self._reserved = False
-        """A trial is kept for the next call."""
+        """Whether a trial is kept for the next call."""
         self._trying = False
 
     @property
@@ -59,12 +56,12 @@ class Breaker:
 
     @property
     def wait_s(self) -> float:
-        """Seconds between opening and the next trial."""
+        """Seconds from opening to the next trial."""
         return self._wait
 
     def reserves(self) -> bool:
-        """Whether a call is worth its preparation. While the breaker is open, one caller gets True
-        when a trial is due, which is then kept for the first call that comes."""
+        """Return whether a call is worth its preparation. While the breaker is open, one caller
+        gets True when a trial is due, which is then kept for the first call that comes."""
         with self._lock:
             if self._until is None:
                 return True
@@ -74,7 +71,7 @@ class Breaker:
             return True
 
     def allows(self) -> bool:
-        """Whether this call may go now. If so the caller reports :meth:`ok` or :meth:`fault`."""
+        """Return whether this call may go. If so its end is told by :meth:`ok` or :meth:`fault`."""
         with self._lock:
             if self._until is None:
                 return True
@@ -84,7 +81,7 @@ class Breaker:
             return True
 
     def _due(self) -> bool:
-        """Under the lock: whether a trial is due. If so, the next is due after the same wait."""
+        """Return whether a trial is due. The next is due after the same wait. Under the lock."""
         now = self._clock()
         if self._until is None or now < self._until:
             return False
@@ -92,7 +89,7 @@ class Breaker:
         return True
 
     def ok(self) -> bool:
-        """A call succeeded. True when this closed the breaker."""
+        """Note a call that succeeded. Returns whether this closed the breaker."""
         with self._lock:
             closed = self._until is not None
             if closed:
@@ -102,7 +99,7 @@ class Breaker:
             return closed
 
     def fault(self) -> bool:
-        """A call failed. True when this opened the breaker."""
+        """Note a call that failed. Returns whether this opened the breaker."""
         with self._lock:
             if self._until is None:
                 self._faults += 1

@@ -1,11 +1,10 @@
-"""A folder that is opened once, and its files only when they are this user's alone.
+"""OwnFolder: a folder that is opened once, and its files only when they are this user's alone.
 
 A file whose owner is somebody else can be read and forged by him, whatever its mode says later,
 because he may have it open. So nothing in a folder is believed, changed or written before the
 descriptor (never the path) shows whose it is. A folder that others may write could get such a file
 at any time. Its parents may be open to everybody, as /tmp is: who writes there can take the folder
-away, but cannot put his own in its place.
-"""
+away, but cannot put his own in its place."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class OwnFolder:
 
     @contextmanager
     def opened(self, name: str, flags: int, *, make: bool = False) -> Iterator[int]:
-        """As :meth:`open`, until the end of the block."""
+        """:meth:`open` a file, and close it at the end of the block."""
         fd = self.open(name, flags, make=make)
         try:
             yield fd
@@ -73,10 +72,9 @@ class OwnFolder:
             os.close(fd)
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
-        """A descriptor of a regular file that is this user's alone and has no other name.
+        """Return a descriptor of a regular file that is this user's alone and has no other name.
 
-        ``make``: create it, with mode 0600, if missing. Raises ``error`` and OSError.
-        """
+        ``make``: create it, with mode 0600, if missing. Raises ``error`` and OSError."""
         if make:
             with suppress(FileExistsError):
                 made = os.open(

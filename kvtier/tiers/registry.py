@@ -33,19 +33,19 @@ _OURS = {
 _NAMES = ("open", "away", "probe", "findings", "plan")
 _SECTION = re.compile(r"[a-z][a-z0-9]{0,30}")
 _TAKEN = ("engine", "ram", "server", "admin", REMOTE, "pool")
-"""Names of other sections, lanes and places."""
+"""Names of other sections, lanes and places, which no tier may have."""
 
 
 class RegisteredTier:
-    """One tier. ``origin``: the package that brings it, "" for kvtier. An unknown exception of
-    another package becomes a ConfigError."""
+    """Tier by its package's module. ``origin``: the package that brings it, "" for kvtier. An
+    unknown exception of another package becomes a ConfigError."""
 
     def __init__(self, parts: Parts, origin: str = "") -> None:
         self._parts, self.origin = parts, origin
         self.section = parts.SECTION
         self.name = parts.SECTION.name
         self.place = next(iter(parts.SECTION.keys()))
-        """Flat name and field of the key without which there is no such tier."""
+        """Flat name of the key that configures the tier."""
 
     def open(self, own: TierSection, around: Opening) -> Opened:
         with self._in_words("be opened"):
@@ -147,16 +147,16 @@ def _check(section: type[TierSection], name: str) -> None:
 
 
 TIERS, BROKEN = _found()
-"""Tiers by section, in the order of the table of keys, and words on those that cannot be used."""
+"""Tiers by section, in the order of the table of keys, and why others cannot be used."""
 
 
 def is_shared(place: str) -> bool:
-    """Whether other hosts reach the chunks of this place. A server's is on another host."""
+    """Return whether other hosts reach the chunks of this place. A server's is on another host."""
     return place == REMOTE or (place in TIERS and TIERS[place].section.shared)
 
 
 def decided(sections: Mapping[str, TierSection]) -> dict[str, Any]:
-    """Values on this host for tiers' unset keys, by flat name."""
+    """Return the values that this host decides for tiers' unset keys, by flat name."""
     return {
         flat: follows[name]
         for tier, own in configured(sections)
@@ -167,7 +167,7 @@ def decided(sections: Mapping[str, TierSection]) -> dict[str, Any]:
 
 
 def planned() -> list[RegisteredTier]:
-    """Tiers that auto-config may set keys of."""
+    """Return the tiers that auto-config may set keys of."""
     return [
         tier
         for tier in TIERS.values()
@@ -182,5 +182,5 @@ def refuse(tier: RegisteredTier, why: str) -> None:
 
 
 def configured(sections: Mapping[str, TierSection]) -> list[tuple[RegisteredTier, TierSection]]:
-    """Configured tiers with their sections, in the order of the table of keys."""
+    """Return configured tiers with their sections, in the order of the table of keys."""
     return [(TIERS[name], own) for name, own in sections.items() if own.configured]

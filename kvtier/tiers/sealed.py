@@ -49,12 +49,12 @@ _TRIED_CHUNKS = 8
 
 
 def sealed_bytes(chunk_bytes: int) -> int:
-    """Bytes of a sealed chunk in the tier below: for whole pages, one page more."""
+    """Return the bytes of a sealed chunk in the tier below: for whole pages, one page more."""
     return -(-(chunk_bytes + _TAIL_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
 
 def key_name(key: bytes) -> bytes:
-    """8 bytes that tell keys apart and reveal nothing, for names, logs and stored chunks."""
+    """Return 8 bytes that tell keys apart and reveal nothing, for names, logs and stored chunks."""
     return sha256(b"kvtier encryption key\0" + key).digest()[:_NAME_BYTES]
 
 
@@ -85,15 +85,15 @@ class SealedTier(ForwardingTier):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The inner tier's, and ``unopened``: seals that did not open, also in ``corrupt``."""
+        """Counts of the inner tier, and ``unopened``: seals that failed, also in ``corrupt``."""
         counts = Counter(self.inner.counts)
         counts["unopened"] = self._unopened
         counts["corrupt"] += self._unopened
         return counts
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """See :meth:`Tier.recovered`. A few chunks tell whether the key was changed. If so all are
-        dropped: each would be a miss that a prompt waits for. A shared tier may hold others'
+        """See :meth:`Tier.recovered`. All chunks are dropped if a few show that the key was
+        changed: each would be a miss that a prompt waits for. A shared tier may hold others'
         chunks, so they tell nothing there."""
         keys = self.inner.recovered()
         if self.shared or not self._is_foreign(keys):
@@ -150,7 +150,7 @@ class SealedTier(ForwardingTier):
         return room
 
     def _cipher(self, nonce: bytes) -> AESGCM:
-        """AES-GCM under XAES-256-GCM's derived key, which is two blocks of CMAC."""
+        """Return AES-GCM under XAES-256-GCM's derived key, which is two blocks of CMAC."""
         halves = []
         for counter in (1, 2):
             half = CMAC(AES(self._key))
@@ -172,8 +172,8 @@ class SealedTier(ForwardingTier):
         return stored[start : start + len(self._sign)] == self._sign
 
     def _is_foreign(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether another key sealed all that can be read of the tried ones, which are of all ages:
-        of several disks one may come from elsewhere."""
+        """Return whether some of the tried chunks were sealed by another key and none by ours. They
+        are of all ages: of several disks one may come from elsewhere."""
         stored, is_foreign = self._room(), False
         for key in keys[:: -(len(keys) // _TRIED_CHUNKS) - 1]:
             if self.inner.read(key, stored):

@@ -36,12 +36,12 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, check: str, wrong: str, seen: str, do: str) -> Finding:
-        """A fail if ``wrong`` is not empty, else ok with ``seen``."""
+        """Make a fail if ``wrong`` is not empty, else an ok with ``seen``."""
         return cls(check, "fail", wrong, do) if wrong else cls(check, "ok", seen)
 
 
 def refused(look: Callable[[], object]) -> str:
-    """The text of ``look``'s ConfigError, "" without one."""
+    """Return the text of ``look``'s ConfigError, "" without one."""
     try:
         look()
     except ConfigError as error:
@@ -59,46 +59,46 @@ class Url(Protocol):
     """Reader of a key whose value is a URL. A module can be one."""
 
     def parse(self, text: str) -> object:
-        """Raises ConfigError, whose text shows no piece of ``text``."""
+        """Check the text. Raises ConfigError, whose text shows no piece of ``text``."""
 
     def masked(self, text: str) -> str:
-        """``text`` without secrets, for logs."""
+        """Return ``text`` without secrets, for logs."""
 
     def safe(self, text: str) -> str | None:
-        """:meth:`masked` for any text that may be a URL of this kind. None: it is of another."""
+        """Return :meth:`masked` of a text that may be a URL of this kind, None of any other."""
 
 
 class About(NamedTuple):
     unit: str
-    """A word of :data:`kvtier.config.values.PARSERS`, or ``url``."""
+    """Unit of the value: a word of :data:`kvtier.config.values.PARSERS`, or ``url``."""
     reason: str
-    """One line for tables and help. The text behind ``none:`` says what no value means."""
+    """Line for tables and help. The text behind ``none:`` says what no value means."""
     needs: str = ""
-    """The key of the same section without which this one has no effect, and is refused."""
+    """Key of the same section without which this one has no effect, and is refused."""
     url: Url | None = None
     """Reader of the value, for the unit ``url``."""
     planned: Literal["", "given", "measured"] = ""
     """Whether a plan sets it: from what the operator gave, or from what the machine has."""
     flag: str = ""
-    """Help of the key's flag of ``kvtier plan``. Empty: no flag."""
+    """Help of the key's flag of ``kvtier plan``. Empty for no flag."""
     flat: str = ""
-    """Flat name, where it is not the section's prefix and the field's name."""
+    """Flat name, if not the section's prefix and the field's name."""
 
 
 def key(unit: str, reason: str, default: Any = None, **more: Any) -> Any:
-    """A field of a :class:`ConfigSection`. ``more``: further :class:`About` fields. A trailing
+    """Make a field of a :class:`ConfigSection`. ``more``: further :class:`About` fields. A trailing
     ``_`` of the field's name is not part of the key."""
     return field(default=default, metadata={"about": About(unit, reason, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSection:
-    """Keys that a file has below one word."""
+    """Keys that a configuration file has below one word."""
 
     name: ClassVar[str]
-    """The word, which is also the tier's name in metrics."""
+    """Word above the keys, which is also the tier's name in metrics."""
     prefix: ClassVar[str | None] = None
-    """First part of each flat key. None: ``name`` and ``_``."""
+    """First part of each flat key, or None for ``name`` and ``_``."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Keys of earlier versions, without the section -> replacement."""
 
@@ -107,7 +107,7 @@ class ConfigSection:
 
     @classmethod
     def keys(cls) -> dict[str, tuple[str, About]]:
-        """Flat name -> field name and :class:`About`, in the order of the class."""
+        """Return flat name -> field name and :class:`About`, in the order of the class."""
         prefix = f"{cls.name}_" if cls.prefix is None else cls.prefix
         return {
             about.flat or f"{prefix}{each.name.rstrip('_')}": (each.name, about)
@@ -130,7 +130,7 @@ class TierSection(ConfigSection):
     modules: ClassVar[Sequence[str]] = ()
     """Modules that the tier needs. kvtier's extra of the tier's name installs them."""
     shared: ClassVar[bool] = True
-    """Other hosts use the same chunks."""
+    """Whether other hosts use the same chunks."""
     medium: ClassVar[Literal["DISK", "P2P", "EXTERNAL_UNSPECIFIED"]] = "EXTERNAL_UNSPECIFIED"
     """Origin of hits in vLLM's metrics: this host's disk, others' memory, or a remote store."""
     lmcache: ClassVar[Mapping[str, str]] = {}
@@ -142,7 +142,7 @@ class TierSection(ConfigSection):
         return getattr(self, name) is not None
 
     def decided(self) -> Mapping[str, Any]:
-        """Values of unset keys on this host, by field, that are known before the tier is opened."""
+        """Return this host's values of unset keys, by field, known before the tier is opened."""
         return {}
 
     @property
@@ -151,11 +151,11 @@ class TierSection(ConfigSection):
         return True
 
     def daily_writes(self) -> int | None:
-        """Most bytes written a day. If set, chunks are written as RAM drops them."""
+        """Return the most bytes written a day. If set, chunks are written as RAM drops them."""
         return None
 
     def for_slots(self, slot_bytes: int) -> TierSection:
-        """Section for one chunk size: a server opens a tier for each size."""
+        """Return the section for one chunk size: a server opens a tier for each size."""
         return self
 
 
@@ -166,7 +166,7 @@ class Opening(NamedTuple):
     """Part of names in a shared store: other layouts or encryption keys have other names."""
     replica: int = 0
     lent: bool = False
-    """The tier begins without room: other Stores of this host have it, and lend it."""
+    """Whether the tier begins without room: other Stores of this host have it, and lend it."""
     in_huge_pages: Callable[[memoryview], bool] = lambda _: False
 
 
@@ -181,13 +181,13 @@ class Opened(NamedTuple):
 
 
 Trial = Callable[["TierSection"], str]
-"""Saves, loads in a second process, compares and deletes chunks. Returns the problem, or ""."""
+"""Self-test that saves, loads in a second process, and deletes. Returns the problem, or ""."""
 
 
 def then_tried(
     findings: Iterable[Finding], tried: Trial | None, own: TierSection, do: str
 ) -> Iterator[Finding]:
-    """``findings``, then, unless one is a fail, the self-test of ``own``. ``do``: its advice."""
+    """Yield ``findings``, then, unless one is a fail, the self-test's. ``do``: its advice."""
     found = list(findings)
     yield from found
     if tried is not None and all(finding.state != "fail" for finding in found):
@@ -196,8 +196,8 @@ def then_tried(
 
 
 def reached(tier: str, look: Callable[[], str], seen: str, end: str) -> Finding:
-    """Whether a store on the network can be used now. ``look``: the tier's ``away``. ``end``: the
-    part of the store that the advice names."""
+    """Return a finding on whether a store on the network can be used now. ``look``: the tier's
+    ``away``. ``end``: the part of the store that the advice names."""
     try:
         return Finding.of(tier, look(), seen, f"look at the network and the {end} from here")
     except KVTierError as error:
@@ -209,32 +209,31 @@ class TierFacts:
 
     @property
     def host_bytes(self) -> int | None:
-        """Memory of this host that the tier's store may still take. None: none of this host's."""
+        """Memory of this host that the tier's store may still take, or None if it takes none."""
         return None
 
     def measured(self, seconds: float) -> TierFacts:
-        """Facts with speeds, measured within ``seconds``, or unknown for a reason."""
+        """Return facts with speeds, measured within ``seconds``, or unknown for a reason."""
         return self
 
 
 class Draft(Protocol):
-    """One tier's part of a plan."""
+    """One tier's part of a plan of auto-config."""
 
     @property
     def stores(self) -> int:
-        """Engines and replicas on this host, which get equal shares."""
+        """Number of engines and replicas on this host, which get equal shares."""
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV a token."""
 
     def too_small(self, size: int) -> str:
-        """Why ``size`` bytes are not worth a tier. "" when one long context fits."""
+        """Return why ``size`` bytes are not worth a tier, "" when one long context fits."""
 
     def pays(self, speed: Fact[float], latency_s: float | None = None) -> bool:
-        """Whether loading a hit is ever faster than computing it. The plan then shows the length
-        from which it is, or leaves the tier out. ``speed``: bytes a second. ``latency_s``: seconds
-        to the first byte, instead of the section's."""
+        """Return whether loading a hit is ever faster than computing it, and show from which
+        length. ``latency_s``: to the first byte, instead of the section's."""
 
     def set(self, key: str, value: Value, source: str, reason: str) -> None:
         """Set a key."""
@@ -243,7 +242,7 @@ class Draft(Protocol):
         """Show a fact that led to the plan."""
 
     def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
-        """The fact's value, or ``otherwise``, which the plan then shows as an assumption."""
+        """Return the fact's value, or ``otherwise``, which the plan then shows as an assumption."""
 
     def leave_out(self, reason: str) -> None: ...
 
@@ -256,19 +255,19 @@ class Parts(Protocol):
     SECTION: type[TierSection]
 
     def open(self, own: Any, around: Opening) -> Opened:
-        """Raises ConfigError or TierError, and leaves nothing open then."""
+        """Open the tier. Raises ConfigError or TierError, and leaves nothing open then."""
 
     def away(self, own: Any) -> str:
-        """Why the tier cannot be used until time repairs it; its chunks are misses meanwhile. Empty
-        when it can be used. Takes a few seconds at most. Raises ConfigError or TierError for a
-        problem that waiting does not repair."""
+        """Return why the tier cannot be used until time repairs it, or "": its chunks are misses
+        meanwhile. Takes a few seconds at most. Raises ConfigError or TierError for a problem that
+        waiting does not repair."""
 
     def probe(self, own: Any) -> TierFacts:
-        """Facts for the plan, within two seconds. Raises only ConfigError, for keys that cannot be
-        read: a store that is away is a fact."""
+        """Return facts for the plan, within two seconds. Raises only ConfigError, for keys that
+        cannot be read: a store that is away is a fact."""
 
     def findings(self, own: Any, tried: Trial | None) -> Iterator[Finding]:
-        """Findings for ``kvtier doctor``. ``tried``, if any, takes sections of smaller sizes."""
+        """Yield findings for ``kvtier doctor``. ``tried``: self-test, to be given small sizes."""
 
     def plan(self, found: Any, draft: Draft) -> None:
         """Set the tier's keys, or leave the tier out, without probing. ``found``: facts of

@@ -23,7 +23,7 @@ from typing import Any
 _LOOK_S = 1.0
 _STACK_BYTES = 1 << 20
 _TEXT_LETTERS = 16 << 10
-"""Characters told of an error, which may hold an answer of any length."""
+"""Most characters told of an error, which may hold an answer of any length."""
 
 
 def main(file: str, control: Connection, memory: int, seats: list[Connection]) -> None:

@@ -30,16 +30,16 @@ _LOG = logging.getLogger(__name__)
 _MAIN = str(Path(__file__).with_name("library_main.py"))
 _LOAD_S = 20.0
 _ANSWER_BYTES = 1 << 20
-"""Bytes. Codes of 512 names, or an error's words, are much less."""
+"""Most bytes of an answer. Codes of 512 names, or an error's words, are much less."""
 _END_S = 3.0
 _INCOMPLETE = "{name}'s library is not complete here ({text}); install what it needs"
 
 Ask = Callable[..., Any]
-"""Called with a method's name and arguments. Returns the library's answer."""
+"""Function of a method's name and arguments that returns the library's answer."""
 
 
 class LibraryError(Exception):
-    """A failed call. ``kind`` and ``text``: of the library's error. ``text`` may hold a secret."""
+    """Failed call. ``kind`` and ``text``: of the library's error. ``text`` may hold a secret."""
 
     def __init__(self, words: str, kind: str = "", text: str = "") -> None:
         super().__init__(words)
@@ -47,7 +47,7 @@ class LibraryError(Exception):
 
 
 class HopelessError(LibraryError):
-    """A failure that waiting does not mend."""
+    """Failure that waiting does not mend."""
 
 
 class Library(NamedTuple):
@@ -57,14 +57,14 @@ class Library(NamedTuple):
     python: str
     """Interpreter that has the library."""
     setup: Callable[[], object]
-    """Makes ``begin``'s argument at each start. Raises LibraryError to prevent a start."""
+    """Maker of ``begin``'s argument, at each start. Raises LibraryError to prevent one."""
     begin_s: float
     most_bytes: int = 0
-    """Limit of memory that is not shared. 0: none."""
+    """Limit of memory that is not shared. 0 for no limit."""
 
 
 class _Seat(NamedTuple):
-    """Takes one call at a time. ``view``: memory for its chunk."""
+    """Connection to a thread that takes one call at a time. ``view``: memory for its chunk."""
 
     connection: Connection
     view: memoryview
@@ -99,8 +99,8 @@ class LibraryProcess:
 
     @contextmanager
     def seat(self) -> Iterator[tuple[Ask, memoryview]]:
-        """A seat for calls one after another. Both raise LibraryError, and HopelessError where the
-        library says why it does not start."""
+        """Lend a seat for calls one after another. Lending and calls raise LibraryError, and
+        HopelessError where the library says why it does not start."""
         name = self._library.name
         if not self._lock.acquire(timeout=self._limit_s):
             raise LibraryError(f"{name}'s client is being started")
@@ -129,7 +129,7 @@ class LibraryProcess:
 
 
 class _Process:
-    """A process. Raises LibraryError where it does not start, HopelessError where it says why."""
+    """Process of a library. Raises LibraryError if it does not start, HopelessError if told why."""
 
     def __init__(
         self,
@@ -173,14 +173,14 @@ class _Process:
         self._control = ours[0]
         view = memoryview(self._map)
         self.free: LifoQueue[_Seat] = LifoQueue()
-        """Last in, first out: that seat's memory is in the CPU's caches."""
+        """Free seats, last in, first out: that seat's memory is in the CPU's caches."""
         self._told(library.most_bytes, _LOAD_S, _INCOMPLETE)
         self._told([room, setup], library.begin_s, "{text}")
         for index, one in enumerate(ours[1:]):
             self.free.put(_Seat(one, view[index * room : (index + 1) * room]))
 
     def _told(self, what: object, limit_s: float, words: str) -> None:
-        """Do a step of the start. ``words``: message for a fault."""
+        """Do a step of the start. ``words``: template of the message for a fault."""
         if fault := self._answer(self._control, what, limit_s):
             self.end()
             _, kind, text = fault
@@ -188,7 +188,7 @@ class _Process:
             raise HopelessError(words.format(name=name, text=text), kind, text)
 
     def asked(self, connection: Connection, *what: object) -> Any:
-        """Ask. Raises LibraryError; without an answer the process has been ended."""
+        """Send a call and return its answer. Without one, end the process. Raises LibraryError."""
         answer, *fault = self._answer(connection, what, self._limit_s)
         if fault:
             kind, text = fault
@@ -217,7 +217,7 @@ class _Process:
         _killed(self._process)
 
     def end(self) -> None:
-        """End the library in order, so that it takes back what was lent."""
+        """End the library in order, so that it gives back memory that it registered."""
         self.over = True
         with suppress(OSError):
             self._control.send_bytes(b"end")
@@ -235,7 +235,7 @@ def copied(source: bytes | memoryview, into: memoryview, at: int = 0) -> int:
 
 
 def _bounded(ours: socket.socket, limit_s: float) -> Connection:
-    """A connection whose calls end after ``limit_s`` also where the process stops in a message."""
+    """Make a connection whose calls end after ``limit_s``, even within a message."""
     limit = struct.pack("ll", int(limit_s), 0)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -26,8 +26,8 @@ _NAMESPACE_BYTES = 32
 
 
 class ObjectForm:
-    """Names of one model's chunks. ``namespace``: for the model, its layout and the encryption
-    key. Raises ConfigError for one that cannot be used."""
+    """Names of one model's chunks. ``namespace``: for the model, its layout and the encryption key.
+    Raises ConfigError for one that cannot be used."""
 
     def __init__(self, prefix: str, namespace: bytes) -> None:
         if not 1 <= len(namespace) <= _NAMESPACE_BYTES:
@@ -37,13 +37,13 @@ class ObjectForm:
         self.folder = (
             f"{prefix}/" if prefix else ""
         ) + f"kvtier-{FORMAT_VERSION}/{namespace.hex()}"
-        """Place of all chunks, and of trials."""
+        """Prefix of the names of all chunks, and of trials."""
 
     def name(self, key: ChunkKey) -> str:
         return f"{self.folder}/{key.hex()}"
 
     def key(self, name: str) -> ChunkKey | None:
-        """Key of a name. None for a trial's, and for strangers."""
+        """Return the key of a chunk's name, or None for a trial's or any other name."""
         text = name.removeprefix(f"{self.folder}/")
         if text == name or len(text) != 2 * KEY_BYTES:
             return None
@@ -55,7 +55,7 @@ class ObjectForm:
 
 
 def header(key: ChunkKey, payload: memoryview) -> bytes:
-    """Header: key, payload's length, and XXH3-128 over key and payload."""
+    """Make a header: key, payload's length, and XXH3-128 over key and payload."""
     digest = xxh3_128(key)
     digest.update(payload)
     return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, 0, payload.nbytes, key) + digest.digest()

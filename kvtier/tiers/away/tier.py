@@ -43,7 +43,7 @@ class OwedDeletions:
                 del self._owed[next(iter(self._owed))]
 
     def cancel(self, key: ChunkKey) -> bool:
-        """Owe no deletion of this chunk, which is to be written. False: it is being deleted."""
+        """Cancel the deletion of a chunk to be written. Returns False if it is under way."""
         with self._lock:
             if key in self.going:
                 return False
@@ -51,7 +51,7 @@ class OwedDeletions:
             return True
 
     def make_good(self) -> None:
-        """Delete a few of the owed chunks. The medium answers."""
+        """Delete a few of the owed chunks, once the store answers."""
         if not self._owed:
             return
         with self._lock:
@@ -112,11 +112,11 @@ class AwayTier(Tier):
         self._unlink([key])
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Keep no order: the next start sorts by the store's own times."""
+        """Close the tier. The next start sorts by the store's own times, so no order is kept."""
         self._closed = True
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete these chunks, or owe that if it fails."""
+        """Delete these chunks. What fails is owed."""
         raise NotImplementedError
 
     def _check_size(self, data: memoryview) -> None:
@@ -126,7 +126,7 @@ class AwayTier(Tier):
             )
 
     def _newest(self, stamps: Mapping[ChunkKey, Any], how: str = "") -> Sequence[ChunkKey]:
-        """Chunks found at the start, coldest first, as many as our share holds."""
+        """Return the chunks found at the start, coldest first, as many as our share holds."""
         order = coldest_first(stamps.items())
         if order:
             _LOG.info(
@@ -141,14 +141,14 @@ class AwayTier(Tier):
     # ---- faults ----------------------------------------------------------------------------------
 
     def _answered(self, breaker: Breaker, *, settle: bool) -> None:
-        """A call succeeded. ``settle``: delete owed chunks now."""
+        """Note a call that succeeded. ``settle``: delete owed chunks now."""
         if breaker.ok():
             _LOG.info("%s: answers again", self._place)
         if settle:
             self._owed.make_good()
 
     def _failed(self, breaker: Breaker | None, count: str, told: object) -> None:
-        """A call failed. ``told``: words without secrets."""
+        """Count and log a call that failed. ``told``: words without secrets."""
         self._events.add(count)
         self._events.log_first(count, told)
         if breaker is not None and breaker.fault():

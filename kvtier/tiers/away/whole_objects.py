@@ -30,24 +30,24 @@ class WholeObjects(Protocol):
     faults: tuple[type[Exception], ...]
 
     def greet(self, folder: str) -> None:
-        """Try once all that a tier does, below ``folder``. Raises ``faults`` when the store cannot
-        be reached now, TierError for what only the operator can mend."""
+        """Try once everything that a tier does, below ``folder``. Raises ``faults`` when the store
+        cannot be reached now, TierError for what only the operator can mend."""
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> int:
-        """Write an object whole, or not at all. Returns its bytes; 0: the store has no room now."""
+        """Write an object whole, or not at all. Returns its bytes, or 0 if there is no room now."""
 
     def fetch(self, name: str, into: memoryview) -> bytes | None:
-        """Fill ``into`` with the payload, and return the header: empty when the object is of
-        another length, None when there is none."""
+        """Fill ``into`` with the payload, and return the header. Returns b"" for an object of
+        another length, None if there is none."""
 
     def delete(self, names: Sequence[str]) -> int:
-        """Delete objects. Returns the number of names. A missing one is no fault."""
+        """Delete objects. Returns the number of names. A missing object is no fault."""
 
     def told(self, error: Any) -> str:
-        """A fault in words that hold no secret."""
+        """Return a fault in words that hold no secret."""
 
     def close(self) -> None:
-        """No call may come after it."""
+        """End all connections. No call may come after it."""
 
 
 class Deletions:
@@ -77,7 +77,7 @@ class WholeObjectTier(AwayTier, Generic[S]):
     lane threads."""
 
     _share: str
-    """Key or parameter that gives more room."""
+    """Name of the key or parameter that gives more room."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class WholeObjectTier(AwayTier, Generic[S]):
     # ---- faults ----------------------------------------------------------------------------------
 
     def _call(self, count: str, action: Callable[[], T], *, settle: bool = True) -> T | None:
-        """Result of ``action``. None when the store fails or is left alone."""
+        """Return the result of ``action``, or None when the store fails or is left alone."""
         if self._closed or not self._breaker.allows():
             self._events.add("refused")
             return None

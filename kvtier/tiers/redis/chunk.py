@@ -38,7 +38,7 @@ def put_chunk(
 
 
 def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
-    """Read header and parts. Returns the name of the count that the read falls under."""
+    """Read header and parts. Returns the name of the event that the read counts as."""
     header = memoryview(bytearray(HEADER_BYTES))
     digest = xxh3_128(key)
     parts, checksum = form.split(into), None
@@ -63,16 +63,16 @@ def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
 
 
 def _is_still(wire: Wire, form: Form, key: ChunkKey, header: memoryview) -> bool:
-    """Whether this is the header still. If not, the chunk was written anew during the read and must
-    not be dropped: encryption gives each write other bytes."""
+    """Return whether the stored header is still this one. If not, the chunk was written anew during
+    the read and must not be dropped: encryption gives each write other bytes."""
     (now,) = wire.ask([("GET", form.header_name(key))])
     return bool(now == header)
 
 
 def _is_torn(wire: Wire, form: Form, key: ChunkKey, length: int) -> bool:
-    """Whether there is a header without one of its parts. If not, the chunk was deleted, and maybe
-    written anew, during the read and must not be dropped. EXISTS counts a name as often as it is
-    given, so one command, which is one moment, tells header and parts apart by the sum."""
+    """Return whether there is a header without one of its parts. If not, the chunk was deleted, and
+    maybe written anew, during the read and must not be dropped. EXISTS counts a name as often as it
+    is given, so one command, which is one moment, tells header and parts apart by the sum."""
     parts = form.part_names(key, length)
     (count,) = wire.ask([("EXISTS", *[form.header_name(key)] * (len(parts) + 1), *parts)])
     return isinstance(count, int) and len(parts) < count < 2 * len(parts) + 1

@@ -23,7 +23,7 @@ from kvtier.tiers.redis.wire import Wire
 
 class CredentialProvider(Protocol):
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Password, or user and password."""
+        """Return the password, or user and password."""
 
 
 class ProvidedLogins:
@@ -37,7 +37,7 @@ class ProvidedLogins:
         self.passwords: tuple[str, ...] = ()
 
     def next(self, within_s: float) -> Login:
-        """The next login, or the one of an earlier question whose caller gave up. Raises FAULTS."""
+        """Return the next login, or one that an earlier caller gave up on. Raises FAULTS."""
         with self._lock:
             if self._asking is None:
                 self._asking = Future()
@@ -70,8 +70,8 @@ class ProvidedLogins:
 
 @cache
 def provided_logins(path: str) -> ProvidedLogins:
-    """Logins of the object, or of an instance of the class, at a dotted path. All tiers of a
-    process share them. Raises ConfigError."""
+    """Return the logins of the object, or of an instance of the class, at a dotted path. All tiers
+    of a process share them. Raises ConfigError."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -87,7 +87,7 @@ def provided_logins(path: str) -> ProvidedLogins:
 
 
 class ConnectionFactory:
-    """Makes logged-in connections to any server of one URL. Threads: any. Raises ConfigError for
+    """Maker of logged-in connections to any server of one URL. Threads: any. Raises ConfigError for
     certificate files that cannot be read."""
 
     def __init__(
@@ -106,8 +106,8 @@ class ConnectionFactory:
         return (*self._passwords, *provided)
 
     def connect(self, address: Address | None, within_s: float | None = None) -> socket.socket:
-        """A logged-in socket; to the Unix socket for None. Takes at most ``within_s`` (default:
-        ``timeout_s``) and the system's time for looking up a name. Raises FAULTS."""
+        """Return a logged-in socket, to the Unix socket for None. Takes at most ``within_s``
+        (default: ``timeout_s``) and the system's time for looking up a name. Raises FAULTS."""
         deadline = Deadline(self.timeout_s if within_s is None else within_s)
         try:
             return self._connected(address, deadline)
@@ -190,7 +190,7 @@ class ConnectionPool:
 
     @contextmanager
     def wire(self) -> Iterator[Wire]:
-        """A wire for one call. Raises FAULTS. A failed connection is closed."""
+        """Lend a wire for one call. Raises FAULTS. A failed connection is closed."""
         timeout_s = self._factory.timeout_s
         if not self._places.acquire(timeout=timeout_s):
             raise TimeoutError("every connection is in use")
@@ -232,7 +232,7 @@ class ConnectionPool:
 
 
 def _has_news(connection: socket.socket) -> bool:
-    """Whether an idle connection has ended, or got bytes that nobody asked for."""
+    """Return whether an idle connection has ended, or got bytes that nobody asked for."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

@@ -52,5 +52,5 @@ class RefusedError(Exception):
 
 
 def login_error(refusal: RefusedError) -> LoginError:
-    """Leaves out the server's words, which may repeat user and password."""
+    """Return the error without the server's words, which may repeat user and password."""
     return LoginError(f"login refused ({refusal.code}); correct user and password in redis_url")

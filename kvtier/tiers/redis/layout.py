@@ -39,7 +39,7 @@ _CHECK_AT_BYTES = _OWNER_AT_BYTES + OWNER_BYTES
 HEADER_BYTES = _CHECK_AT_BYTES + _CHECK.size
 _VALUE_OVERHEAD_BYTES = 12
 _KEY_OVERHEAD_BYTES = 256
-"""Name (up to 150 bytes), dictionary entry and object of a key. Measured: about 230 bytes."""
+"""Memory of a key beside its value: name and object. Measured: about 230 bytes."""
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]+")
 _NAMESPACE_BYTES = 32
 _MOST_PARTS = 16_384
@@ -65,7 +65,7 @@ class Form:
         self.pattern = self._base + b"{*[}0]"
         """Glob of every header and first part (and a few other parts)."""
         self.everyones = self.prefix + b":*:{*[}0]"
-        """As :attr:`pattern`, of every fingerprint and format."""
+        """Glob as :attr:`pattern`, of every fingerprint and format."""
         self.probe = self._base + b"probe"
         """Name for trials of the user's rights. Never a chunk's."""
         self.sign = self._base + self.SIGN
@@ -93,18 +93,18 @@ class Form:
         ]
 
     def header(self, key: ChunkKey, length: int, checksum: bytes, owner: int) -> bytes:
-        """``checksum``: XXH3-128 over key and payload. The header has a checksum of its own too,
-        because owners are read without the payload."""
+        """Make a header. ``checksum``: XXH3-128 over key and payload. The header has a checksum of
+        its own too, because owners are read without the payload."""
         body = self._head(key, length) + checksum + owner.to_bytes(OWNER_BYTES, "little")
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
     def checksum(self, header: bytes, key: ChunkKey, length: int) -> bytes | None:
-        """Checksum of key and payload. None for a header that is damaged or another chunk's."""
+        """Return the checksum of key and payload. None if damaged, or another chunk's header."""
         whole = header.startswith(self._head(key, length)) and _is_whole(header)
         return header[_HEAD.size : _OWNER_AT_BYTES] if whole else None
 
     def owner(self, header: object, key: ChunkKey) -> int:
-        """The chunk's owner. 0 where the header is missing, damaged or another chunk's."""
+        """Return the chunk's owner, 0 where the header is missing, damaged or another chunk's."""
         if (
             not isinstance(header, bytes)
             or not header[: _HEAD.size].endswith(key)
@@ -117,7 +117,7 @@ class Form:
         return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, self.part_bytes, length, key)
 
     def parse(self, name: bytes) -> tuple[ChunkKey, bool] | None:
-        """Key of a name, and whether it is the header's. None for later parts and for strangers."""
+        """Return the key of a name, and whether it is the header's. None for other names."""
         body = name.removeprefix(self._base)
         text, closing, rest = body[1:].partition(b"}")
         if (
@@ -144,7 +144,8 @@ class Form:
 
 
 def names_told(stem: bytes, header: object) -> list[bytes]:
-    """Names of any fingerprint's chunk by its header, named ``stem``. Empty for a senseless one."""
+    """Return all names of any fingerprint's chunk from its header, named ``stem``. Empty for a
+    header that makes no sense."""
     if isinstance(header, bytes) and len(header) >= _HEAD.size:
         magic, _, _, part_bytes, length, _ = _HEAD.unpack_from(header)
         if magic == _MAGIC and 0 < length <= _MOST_PARTS * part_bytes:
@@ -160,7 +161,7 @@ def _is_whole(header: bytes) -> bool:
 
 
 def _allocated(size: int) -> int:
-    """Bytes that jemalloc allocates: four size classes a doubling (see jemalloc(3))."""
+    """Return the bytes that jemalloc allocates: four size classes a doubling (see jemalloc(3))."""
     step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
 
@@ -168,8 +169,8 @@ def _allocated(size: int) -> int:
 def check_settings(
     policies: Sequence[str], maxmemory: int, bytes_: int, ttl: bool
 ) -> tuple[bool, str]:
-    """Whether ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0: no limit) and
-    our budget are good together, and why.
+    """Return whether ``maxmemory-policy`` (of every node), ``maxmemory`` (of all nodes, 0: no
+    limit) and our budget are good together, and why.
 
     Redis's own eviction knows keys, not runs, so it takes heads of runs and single parts. On real
     traces ``allkeys-lru`` lost 2 to 13 points of hit ratio against leaf-first order,
@@ -194,7 +195,8 @@ def check_settings(
 
 
 def _harm(policy: str) -> int:
-    """Rank: 0 never evicts, 1 evicts keys with a TTL, 2 any key, 3 any key at random."""
+    """Return how harmful an eviction policy is: 0 never evicts, 1 evicts keys with a TTL, 2 any
+    key, 3 any key at random."""
     if policy == "noeviction":
         return 0
     return 1 if policy.startswith("volatile") else 3 if policy == "allkeys-random" else 2

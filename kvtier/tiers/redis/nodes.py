@@ -1,9 +1,8 @@
-"""Nodes: which server holds a name. It is the only one, a cluster's node by its map of slots, or
-the primary that Sentinel names.
+"""Nodes: which server holds a name: the only server, a cluster's node by its map of slots, or the
+primary that Sentinel names.
 
 The answers of a cluster or a Sentinel are believed: who can answer in its place can send the tier
-anywhere, with its login. TLS with a verified certificate closes that.
-"""
+anywhere, with its login. TLS with a verified certificate closes that."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ _REDRAW_S = 0.2
 
 class Nodes:
     def every(self) -> Sequence[Address | None]:
-        """Servers that take writes; None is the Unix socket. May ask them. Raises FAULTS."""
+        """Return the servers that take writes; None: the Unix socket. May ask. Raises FAULTS."""
         raise NotImplementedError
 
     def known(self) -> Sequence[Address | None]:
-        """As :meth:`every`, as far as known now. Sends no request."""
+        """Return :meth:`every`, as far as known now. Sends no request."""
         raise NotImplementedError
 
     def of(self, name: bytes) -> Address | None:
-        """The server that holds ``name``. May ask the servers. Raises FAULTS."""
+        """Return the server that holds ``name``. May ask servers. Raises FAULTS."""
         return self.every()[0]
 
     def guess(self, name: bytes) -> Address | None:
-        """As :meth:`of` where a cluster's map is known, else None. Sends no request."""
+        """Return :meth:`of` where a cluster's map is known, else None. Sends no request."""
         return None
 
     def suspect(self) -> None:
@@ -61,7 +60,7 @@ class OneServer(Nodes):
 
 
 class _Asked(Nodes):
-    """Answer of one of several servers, asked for anew after a fault.
+    """Nodes as told by one of several servers, which is asked anew after a fault.
 
     ``_lock`` is held while they are asked. Waiting for it, and asking all of them, takes at most
     one timeout. A server that fails is asked last from then on, so that a seed that is down costs
@@ -79,7 +78,7 @@ class _Asked(Nodes):
         self._stale = True
 
     def _renew(self, learn: Callable[[Wire, Address], None], *, known: bool) -> None:
-        """Ask if the answer is stale, and not just asked. ``known``: failure keeps the old one."""
+        """Ask if the answer is old, and not just asked. ``known``: a failure keeps the old one."""
         if not self._stale or (known and self._clock() < self._again_at):
             return
         if not self._lock.acquire(timeout=0 if known else self._factory.timeout_s):
@@ -205,7 +204,7 @@ def slot_of(name: bytes) -> int:
 
 
 def cluster_map(reply: Reply, asked: str) -> list[Address | None]:
-    """Slot -> primary or None, from a reply to CLUSTER SLOTS.
+    """Return the primary of each slot, or None, from a reply to CLUSTER SLOTS.
 
     ``asked``: the host that answered, for nodes that do not know their own. Raises
     ProtocolError."""

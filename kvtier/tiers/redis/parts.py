@@ -1,4 +1,4 @@
-"""The Redis tier's names for :mod:`kvtier.tiers.registry`."""
+"""Parts: the Redis tier's names for :mod:`kvtier.tiers.registry`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RedisSection(seam.TierSection):
 _MIB = 1 << 20
 _BLOCK_BYTES = 4 * _MIB
 _FREE_PARTS = 8
-"""The trial's value takes at most 1/8 of the free room."""
+"""Trial values that must fit into the free room: so one takes at most 1/8 of it."""
 _FREE_SHARE = 0.9
 """Part of the free memory. The rest is for Redis's overhead and fragmentation."""
 
@@ -62,7 +62,7 @@ class Redis(seam.TierFacts):
     url: str
     reachable: Fact[bool] = UNSEEN
     maxmemory: Fact[int] = UNSEEN
-    """Bytes. 0: no limit."""
+    """Bytes, or 0 for no limit."""
     used: Fact[int] = UNSEEN
     policy: Fact[str] = UNSEEN
     local: bool = False
@@ -70,7 +70,7 @@ class Redis(seam.TierFacts):
     """Bytes a second: the slower of SET and GET of large values."""
     credential_provider: str | None = None
     away: bool = False
-    """Redis does not answer, and waiting may mend that."""
+    """Whether Redis does not answer, and waiting may mend that."""
 
     @property
     def host_bytes(self) -> int | None:
@@ -83,9 +83,9 @@ class Redis(seam.TierFacts):
 
 
 def probe(own: RedisSection) -> Redis:
-    """Facts of one INFO of every node, with at most a second to connect and one to answer. Memory
-    is the sum of all primaries. Raises ConfigError, which does not show the text, for a text that
-    is no Redis URL."""
+    """Return facts from one INFO of every node, with at most a second to connect and one to answer.
+    Memory is the sum of all primaries. Raises ConfigError, which does not show the text, for a text
+    that is no Redis URL."""
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.servers import RedisServers
     from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts, wrong_kind
@@ -192,11 +192,11 @@ __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
 SECTION = RedisSection
 _CONNECTIONS = 4
-"""Calls at once. Hides the network's round trip."""
+"""Connections to a node, so calls at once. Several hide the network's round trip."""
 _PREFIX = "kvtier"
 _TRIAL_BYTES = 16 << 20
 _TRIAL_TTL_S = 300
-"""For chunks that a killed self-test leaves."""
+"""Time after which chunks that a killed self-test leaves expire."""
 
 
 def open(own: RedisSection, around: seam.Opening) -> seam.Opened:

@@ -21,7 +21,7 @@ from kvtier.tiers.redis.wire import Wire
 
 
 class RedisServers:
-    """Where Redis is and how to reach it. Connects when first used, and again by itself after a
+    """Redis's servers, and how to reach them. Connects when first used, and again by itself after a
     fault. ``connections``: the most to each node: as many as threads call.
 
     ``timeout_s``: longest wait for one reply, one send or one connect. A call that moves a chunk
@@ -29,9 +29,8 @@ class RedisServers:
     ask a cluster or Sentinel where the nodes are has five times. Looking up a host's name is the
     system's affair.
 
-    Raises ConfigError for a URL that cannot be read, and a provider that cannot be used.
-
-    Threads: any. ``_lock`` guards the pools and is never held during I/O."""
+    Raises ConfigError for a URL that cannot be read, and a provider that cannot be used. Threads:
+    any. ``_lock`` guards the pools and is never held during I/O."""
 
     def __init__(
         self,
@@ -65,25 +64,25 @@ class RedisServers:
         self._closed = False
 
     def node_of(self, name: bytes) -> str:
-        """Label of the node that holds ``name``, as far as known. Sends no request."""
+        """Return the label of the node that holds ``name``, as far as known. Sends no request."""
         address = self._nodes.guess(name)
         return self.label if address is None else address_text(address)
 
     def nodes(self) -> list[str]:
-        """Labels that :meth:`node_of` may give now, or gave before the cluster was asked."""
+        """Return labels that :meth:`node_of` may give now, or gave before a cluster answered."""
         known = [address_text(address) for address in self._nodes.known() if address is not None]
         return [self.label, *(known if self.kind == "cluster" else [])]
 
     @contextmanager
     def wire(self, name: bytes) -> Iterator[Wire]:
-        """A wire to the node that holds ``name``. Raises FAULTS. A failed wire is closed."""
+        """Lend a wire to the node that holds ``name``. Raises FAULTS. A failed wire is closed."""
         with self._watched(), self._pool(self._nodes.of(name)).wire() as wire:
             yield wire
 
     def wires(self, within_s: float) -> Generator[Wire]:
-        """A wire to every node that takes writes, one after the other. Raises FAULTS, also when
-        ``within_s`` is over before the last node: a map may name a thousand slow ones. Close the
-        generator when you stop early."""
+        """Yield a wire to every node that takes writes, one after the other. Raises FAULTS, also
+        when ``within_s`` is over before the last node: a map may name a thousand slow ones. Close
+        the generator when you stop early."""
         until = self._clock() + within_s
         with self._watched():
             addresses = self._nodes.every()
@@ -97,7 +96,7 @@ class RedisServers:
                 yield wire
 
     def suspect(self) -> None:
-        """Ask again where the primaries are: one refuses writes."""
+        """Ask again, at the next call, where the primaries are: one refuses writes."""
         self._nodes.suspect()
 
     def close(self) -> None:
@@ -109,7 +108,7 @@ class RedisServers:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Learn from moved slots and failed nodes that the known nodes may be old."""
+        """Mark the known nodes as old after a moved slot or a failed node."""
         try:
             yield
         except MovedError as error:
@@ -122,7 +121,7 @@ class RedisServers:
             raise
 
     def _pool(self, address: Address | None) -> ConnectionPool:
-        """The server's pool. Closes pools of servers that are no longer ours."""
+        """Return the server's pool. Closes pools of servers that are no longer ours."""
         with self._lock:
             if self._closed:
                 raise ConnectionError("closed")

@@ -1,8 +1,6 @@
-"""Questions of a Redis tier at its start: may it work here, and what is a tenant's?
+"""Startup: questions of a Redis tier at its start, and the search for a tenant's chunks.
 
-Nothing that a server says here is believed to be well formed: an answer that makes no sense is as
-good as none.
-"""
+No answer of a server is believed to be well formed: one that makes no sense is as good as none."""
 
 from __future__ import annotations
 
@@ -40,24 +38,24 @@ _RIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Facts in one node's INFO. None: missing, or in no form that makes sense."""
+    """Facts in one node's INFO. None if missing, or in no form that makes sense."""
 
     maxmemory: int | None = None
-    """Bytes. 0: no limit."""
+    """Bytes, or 0 for no limit."""
     used: int | None = None
     policy: str | None = None
     cluster: bool = False
 
 
 def node_facts(servers: RedisServers) -> list[NodeFacts]:
-    """Facts of every node that takes writes, by INFO: hosted Redis often forbids CONFIG GET. Raises
-    FAULTS, also when all nodes together take too long."""
+    """Return the facts of every node that takes writes, by INFO: hosted Redis often forbids CONFIG
+    GET. Raises FAULTS, also when all nodes together take too long."""
     with closing(servers.wires(_FACTS_S)) as wires:
         return [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
 
 
 def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
-    """Facts of every node, after a trial of all that the tier will do.
+    """Return the facts of every node, after a trial of everything that the tier will do.
 
     Raises FAULTS when the server cannot be reached now, TierError for what only the operator can
     mend."""
@@ -96,10 +94,10 @@ def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
 def room_for(
     label: str, room: int, bytes_: int | None, facts: Sequence[NodeFacts], *, ttl: bool
 ) -> int:
-    """Number of chunks of ``room`` bytes in our share. Logs what the server's memory settings mean.
-
-    ``bytes_`` None: nine tenths of ``maxmemory``, or 0 without ``facts`` (the server is away).
-    Raises TierError when ``maxmemory`` is needed and not set, or our share is less than a chunk."""
+    """Return how many chunks of ``room`` bytes our share holds. Logs what the server's memory
+    settings mean. ``bytes_`` None: nine tenths of ``maxmemory``, or 0 without ``facts`` (the server
+    is away). Raises TierError when ``maxmemory`` is needed and not set, or our share is less than a
+    chunk."""
     if bytes_ is None and not facts:
         return 0
     policies = sorted({fact.policy for fact in facts if fact.policy is not None})
@@ -127,7 +125,7 @@ def room_for(
 
 
 def share_of(label: str, bytes_: int | None, facts: Sequence[NodeFacts]) -> int:
-    """Our bytes of its memory. Raises TierError when they stay unknown."""
+    """Return our bytes of the server's memory. Raises TierError when they stay unknown."""
     if bytes_ is not None:
         return bytes_
     if not (limit := limit_of(facts)):
@@ -139,7 +137,7 @@ def share_of(label: str, bytes_: int | None, facts: Sequence[NodeFacts]) -> int:
 
 
 def limit_of(facts: Iterable[NodeFacts]) -> int | None:
-    """``maxmemory`` of all nodes together. 0: a node has no limit. None: a node does not say."""
+    """Return ``maxmemory`` of all nodes together: 0 if one has no limit, None if unknown."""
     limits = [fact.maxmemory for fact in facts]
     known = [limit for limit in limits if limit is not None]
     if len(known) < len(limits) or not known:
@@ -170,14 +168,14 @@ def _size(text: str) -> int | None:
 
 
 def wrong_kind(servers: RedisServers, facts: Sequence[NodeFacts]) -> str | None:
-    """The change that the operator must make when URL and server disagree about a cluster."""
+    """Return what the operator must change if URL and server disagree about a cluster."""
     if servers.kind != "cluster" and any(fact.cluster for fact in facts):
         return "this is a node of a Redis Cluster; write redis+cluster:// in redis_url"
     return None
 
 
 def hopeless(error: BaseException) -> str | None:
-    """The change that the operator must make. None for a fault that waiting may heal."""
+    """Return what the operator must change, or None for a fault that waiting may heal."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SetupError):
@@ -193,7 +191,7 @@ def hopeless(error: BaseException) -> str | None:
 def search(
     wire: Wire, form: Form, owner: int | None, found: list[ChunkKey], clock: Callable[[], float]
 ) -> bool:
-    """Add one node's chunks that ``owner`` may drop to ``found``. False: some may be left."""
+    """Add one node's chunks that ``owner`` may drop to ``found``. Returns whether all were seen."""
     until, whole = clock() + _SEARCH_S, True
     for names in wire.scan(form.pattern, _SCAN_NAMES):
         if clock() > until:

@@ -41,13 +41,13 @@ _FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
 @dataclass(frozen=True, slots=True)
 class Node:
     away: Breaker
-    """For every call."""
+    """Breaker of every call."""
     full: Breaker
-    """For writes too: a full node still serves reads."""
+    """Breaker of writes, beside ``away``: a full node still serves reads."""
 
 
 class NodeHealth:
-    """State of the nodes. Threads: any. No I/O under ``_lock``."""
+    """Breakers of the nodes. Threads: any. No I/O under ``_lock``."""
 
     def __init__(self, servers: RedisServers, clock: Callable[[], float]) -> None:
         self._servers, self._clock = servers, clock
@@ -55,7 +55,8 @@ class NodeHealth:
         self._nodes: dict[str, Node] = {}
 
     def of(self, name: bytes) -> Node:
-        """The node of ``name``. A new node makes those that left the cluster forgotten."""
+        """Return the breakers of the node of ``name``. Those of nodes that left the cluster are
+        dropped when a new node comes."""
         place = self._servers.node_of(name)
         with self._lock:
             if place not in self._nodes:
@@ -82,9 +83,9 @@ T = TypeVar("T")
 
 
 class RedisTier(AwayTier):
-    """Chunks on Redis. ``servers`` are closed with the tier. ``bytes_``: our share of its memory.
-    None: nine tenths of its ``maxmemory``. ``ttl_s``: chunks leave Redis this long after their last
-    write, read or not. None: never by time.
+    """Chunks on Redis. ``servers`` are closed with the tier. ``bytes_``: our share of its memory,
+    None for nine tenths of its ``maxmemory``. ``ttl_s``: chunks leave Redis this long after their
+    last write, read or not; None for never.
 
     A server that cannot be reached is no error: the tier misses and refuses until it answers.
     Without ``bytes_`` its room is 0 until then. Raises TierError for what waiting does not heal: a
@@ -115,7 +116,7 @@ class RedisTier(AwayTier):
         self.capacity, self._facts = 0, list[startup.NodeFacts]()
         self._under_way = list[ChunkKey]()
         self._unsized = ""
-        """Why the room is unknown, without an address."""
+        """Reason why the room is unknown, without an address."""
         try:
             self._settle()
         except TierError:
@@ -138,8 +139,8 @@ class RedisTier(AwayTier):
         return self._health.away
 
     def recovered(self) -> Sequence[ChunkKey]:
-        """At most ``capacity`` keys, the most recently used, within bounds of time and number.
-        :meth:`find` finds the rest. After a fault: what was found so far."""
+        """Return up to ``capacity`` keys, the most recently used, within bounds of time and number.
+        :meth:`find` finds the rest. After a fault they are those found until then."""
         census = Census(self._form, self.chunk_bytes)
         self._on_every_node(
             lambda wire: census.count(wire, startup.SCAN_S, self._clock), startup.ALL_SCANNED_S
@@ -194,7 +195,7 @@ class RedisTier(AwayTier):
     def _put(
         self, wire: Wire, owned: tuple[ChunkKey, int], data: memoryview
     ) -> RefusedError | None:
-        """Write. In a full Redis, make room for all writes under way and try once more."""
+        """Write a chunk. In a full Redis, make room for all writes under way and try once more."""
         self._under_way.append(owned[0])
         try:
             refusal = put_chunk(wire, self._form, owned, data, self._ttl_ms)
@@ -233,7 +234,7 @@ class RedisTier(AwayTier):
     # ---- many chunks -----------------------------------------------------------------------------
 
     def _held(self, run: Sequence[ChunkKey]) -> int:
-        """Number of leading chunks that have a header. A missing part shows when it is read."""
+        """Return how many leading chunks have a header. A missing part shows when it is read."""
         if not self.capacity:
             return 0
         replies = self._of_headers("EXISTS", run)
@@ -249,7 +250,8 @@ class RedisTier(AwayTier):
         return found
 
     def _on_every_node(self, action: Callable[[Wire], bool], within_s: float) -> bool:
-        """False when a node fails, ``action`` was False, or time was too short for all nodes."""
+        """Do ``action`` on every node. Returns False when a node fails, ``action`` was False, or
+        time was too short for all nodes."""
         whole = True
         try:
             with closing(self._servers.wires(within_s)) as wires:
@@ -272,7 +274,7 @@ class RedisTier(AwayTier):
     def _call(
         self, count: str, name: bytes, action: Callable[[Wire], T], *, settle: bool = True
     ) -> T | None:
-        """Result of ``action`` at ``name``'s node. None when that fails or is left alone."""
+        """Return ``action``'s result at ``name``'s node; None if that fails or is left alone."""
         breaker = self._health.of(name).away
         if self._closed or not breaker.allows():
             self._events.add("refused")
@@ -302,7 +304,7 @@ class RedisTier(AwayTier):
     def _ask(
         self, count: str, commands: list[tuple[Any, ...]], *, settle: bool = True
     ) -> list[Reply] | None:
-        """Replies to small commands about names of one node, or None as :meth:`_call`."""
+        """Return replies to small commands about names of one node, or None as :meth:`_call`."""
         return self._call(count, commands[0][1], lambda wire: wire.ask(commands), settle=settle)
 
     def _refused(self, refusal: RefusedError, full: Breaker) -> None:
@@ -314,7 +316,7 @@ class RedisTier(AwayTier):
             self._servers.suspect()
 
     def _unlink(self, keys: Sequence[ChunkKey]) -> None:
-        """Delete a chunk in one command: no reader sees the header without the parts."""
+        """Delete chunks, each in one command: no reader sees the header without the parts."""
         names = [self._form.header_name(key) for key in keys]
         for indices in self._by_node(names):
             commands = [
@@ -327,7 +329,7 @@ class RedisTier(AwayTier):
     # ---- start -----------------------------------------------------------------------------------
 
     def _settle(self) -> int:
-        """Greet Redis, and learn the room. 0 when it cannot be reached now. Raises TierError."""
+        """Greet Redis, and return its room in chunks, 0 if it is away. Raises TierError."""
         try:
             self._facts = startup.greet(self._servers, self._form)
         except FAULTS as error:
@@ -343,7 +345,7 @@ class RedisTier(AwayTier):
         return self.capacity
 
     def _has_settled(self) -> bool:
-        """Whether there is room, after another try if there was none. On the upkeep's thread."""
+        """Return whether there is room, after another try if not. On the upkeep's thread."""
         if self.capacity:
             return True
         room = 0

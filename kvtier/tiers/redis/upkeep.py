@@ -1,11 +1,10 @@
-"""Owners of the chunks in a Redis, and room for a write in a full one.
+"""Upkeep: owners of the chunks in a Redis, and room for a write in a full one.
 
 The names of chunks begin with their fingerprint: other weights, another vLLM or chunk size have
 other names, which nobody looks for any more. Under ``noeviction`` Redis deletes none of them. So
 every tier signs its fingerprint: it is a member of a set that goes with its last member, or five
 minutes after that died. A write that finds Redis full takes the room of chunks whose fingerprint
-has no such set, the least recently used first, and only as many as it needs.
-"""
+has no such set, the least recently used first, and only as many as it needs."""
 
 from __future__ import annotations
 
@@ -48,14 +47,14 @@ _BASE = rb":[0-9]{1,3}:[0-9a-f]{2,64}:"
 
 @dataclass(slots=True)
 class Fingerprint:
-    """Chunks of another fingerprint, as far as seen. ``idle_s``: since the last use of any."""
+    """Chunks of another fingerprint, as far as seen. ``idle_s``: since any was used."""
 
     chunks: int = 0
     idle_s: int = 1 << 40
 
 
 class Census:
-    """Chunks in Redis, ours and those of other fingerprints. ``whole``: nothing was left out."""
+    """Chunks in Redis, ours and of other fingerprints. ``whole``: whether all were counted."""
 
     def __init__(self, form: Form, chunk_bytes: int) -> None:
         self.stamps: dict[ChunkKey, int] = {}
@@ -68,7 +67,7 @@ class Census:
 
     def count(self, wire: Wire, within_s: float, clock: Callable[[], float]) -> bool:
         """Count one node's chunks, and delete our parts that have had no header for a minute: their
-        writer died. False when there was no time for all."""
+        writer died. Returns False when there was no time for all."""
         until, seen = clock() + within_s, 0
         for names in wire.scan(self._form.everyones, _SCAN_NAMES):
             for name, idle in zip(names, _idle(wire, names), strict=True):
@@ -108,7 +107,7 @@ class Census:
             wire.ask(("UNLINK", *self._form.names(key, self._chunk_bytes)) for key in keys)
 
     def words(self) -> str:
-        """Log text on chunks of other fingerprints. Empty: there are none."""
+        """Return log text on chunks of other fingerprints, "" if there are none."""
         held = {base: one for base, one in self.others.items() if one.chunks}
         most = sorted(held, key=lambda base: -held[base].chunks)[:_TOLD_FINGERPRINTS]
         told = ", ".join(
@@ -134,7 +133,7 @@ GIVEN_BACK = (
 class Upkeep:
     """Signs for one tier on a thread of its own: every five seconds until Redis has said how much
     room there is (``settle``), then once a minute. Makes room for the tier's writes on their
-    threads. ``apart``: a signer for the same model has chunks of another size."""
+    threads. ``apart``: whether a signer for the same model has chunks of another size."""
 
     def __init__(
         self, servers: RedisServers, form: Form, settle: Callable[[], bool], chunk_bytes: int
@@ -182,8 +181,8 @@ class Upkeep:
                 self.round()
 
     def _sign(self) -> bool:
-        """Sign our fingerprint. A full Redis takes no new member but prolongs a set, so the first
-        signer makes room for it, if need be of a chunk of ours."""
+        """Sign our fingerprint, and return whether that worked. A full Redis takes no new member
+        but prolongs a set, so the first signer makes room for it, if need be of a chunk of ours."""
         sign, signed = self._form.sign, False
         steps = [("SADD", sign, self._member), ("PEXPIRE", sign, _SIGNED_MS)]
         steps.append(("SRANDMEMBER", sign, _MEMBERS))
@@ -203,7 +202,7 @@ class Upkeep:
     def make_room(self, wire: Wire, name: bytes, bytes_: int, *, ours: bool = False) -> bool:
         """Make room on the node of ``wire``, which has ``name``, within half of the call's time, by
         evicting among samples as Redis's own LRU does. ``ours``: our chunks too, while nobody signs
-        for them. True when there is room. Raises FAULTS."""
+        for them. Returns whether there is room. Raises FAULTS."""
         place, ask_used = self._servers.node_of(name), ("INFO", "memory")
         short = _short(wire.ask([ask_used], INFO)[0], bytes_)
         for _ in range(_MOST_SAMPLES):
@@ -227,7 +226,7 @@ class Upkeep:
     def _unsigned(
         self, wire: Wire, place: str, names: list[bytes], *, ours: bool
     ) -> list[tuple[bytes, list[bytes]]]:
-        """Header name and ``names`` of unsigned fingerprints' chunks, least recently used first."""
+        """Return header and names of unsigned fingerprints' chunks, least recently used first."""
         found = [match for name in names if (match := self._names.fullmatch(name))]
         bases = {match[1] for match in found if ours or not self._form.is_own(match[1])}
         free = self._free(wire, place, sorted(bases))
@@ -241,7 +240,7 @@ class Upkeep:
         return [(one, chunks[one]) for one in sorted(known, key=lambda one: -idle[one])]
 
     def _free(self, wire: Wire, place: str, bases: list[bytes]) -> set[bytes]:
-        """Unsigned ``bases``. Signs lie on one node, which may be another than ``wire``'s."""
+        """Return the unsigned ones of ``bases``. Signs may lie on another node than ``wire``'s."""
         asked, replies = [("EXISTS", base + Form.SIGN) for base in bases], list[Reply]()
         if self._servers.node_of(self._form.sign) == place:
             replies = wire.ask(asked)
@@ -263,7 +262,7 @@ class Upkeep:
 
 
 def _short(info: Reply, bytes_: int) -> int | None:
-    """Missing bytes. None: Redis does not say, or may evict signs, which are volatile keys."""
+    """Return the missing bytes. None if unknown, or if Redis may evict signs (volatile keys)."""
     facts = facts_of(info)
     if facts.policy != "noeviction" or not facts.maxmemory or facts.used is None:
         return None
@@ -271,7 +270,7 @@ def _short(info: Reply, bytes_: int) -> int | None:
 
 
 def _idle(wire: Wire, names: list[bytes]) -> list[int]:
-    """Seconds since each name was used. -1: unknown, or the name is gone."""
+    """Return the seconds since each name was used, -1 if unknown, or if the name is gone."""
     replies = wire.ask(("OBJECT", "IDLETIME", name) for name in names)
     return [reply if isinstance(reply, int) else -1 for reply in replies]
 

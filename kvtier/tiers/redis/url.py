@@ -39,7 +39,7 @@ _HOST = re.compile(
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f-\xa0]")
 _OURS = re.compile("(?is)(redis|valkey).*:|unix://.*[@#?]")
-"""Texts that may be a URL with a password, however mistyped."""
+"""Pattern of texts that may be a URL with a password, however mistyped."""
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _OPTIONS = ("db", "username", "password", "sentinel_username", "sentinel_password", *_TLS)
@@ -47,7 +47,7 @@ _OPTIONS = ("db", "username", "password", "sentinel_username", "sentinel_passwor
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """``user`` None: Redis's default user. ``password`` None: no login."""
+    """User and password. ``user`` None: Redis's default user. ``password`` None: no login."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -55,7 +55,7 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """``ca`` None: the system's authorities. ``certificate`` and ``key``: this client's."""
+    """TLS's files. ``ca`` None: the system's authorities. ``certificate`` and ``key``: ours."""
 
     ca: str | None = None
     certificate: str | None = None
@@ -69,10 +69,10 @@ class RedisUrl:
     scheme: str
     kind: Kind
     seeds: tuple[Address, ...]
-    """The server, nodes of the cluster, or sentinels. Empty for a Unix socket."""
+    """Addresses of the server, cluster nodes, or sentinels. Empty for a Unix socket."""
     path: str
     service: str
-    """The sentinels' name of the primary, or empty."""
+    """Name that the sentinels give the primary, or empty."""
     database: int
     login: Login
     sentinel_login: Login
@@ -86,7 +86,7 @@ class RedisUrl:
 
     @property
     def local(self) -> bool:
-        """Whether it takes this host's memory."""
+        """Whether Redis takes this host's memory."""
         return bool(self.path) or any(_is_loopback(host) for host, _ in self.seeds)
 
     @property
@@ -151,7 +151,7 @@ def parse(text: str) -> RedisUrl:
 
 
 def masked(text: str) -> str:
-    """``text`` for logs, without passwords. Of a text that cannot be read the scheme only."""
+    """Return ``text`` for logs, without passwords: its scheme only, if it cannot be read."""
     try:
         return parse(text).masked
     except ConfigError:
@@ -161,7 +161,7 @@ def masked(text: str) -> str:
 
 
 def safe(text: str) -> str | None:
-    """:func:`masked` of a text that may hold a Redis password. None: it holds none."""
+    """Return :func:`masked` of a text that may hold a Redis password, None for any other text."""
     return masked(text) if _OURS.match(text) else None
 
 
@@ -180,7 +180,7 @@ def _options(query: str) -> dict[str, str]:
 
 
 def _decoded(text: str) -> str:
-    """Refuses % signs that begin no escape: a password must not be changed in silence."""
+    """Decode % escapes. Raises for any other %: a password must not be changed in silence."""
     if re.search(r"%(?![0-9A-Fa-f]{2})", text):
         raise ConfigError(f"a % begins no escape; {_ESCAPES}")
     try:

@@ -38,7 +38,7 @@ _SLOTS = 16384
 
 
 Reply = Any
-"""bytes, int, None, a list of them, or a :class:`RefusedError`."""
+"""Reply of Redis: bytes, int, None, a list of them, or a :class:`RefusedError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Wire:
                 self._socket.close()
 
     def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
-        """Pages of this node's matching names, each with a call's time. Names may come twice."""
+        """Yield pages of this node's matching names, some twice. Each has a call's time."""
         cursor = b"0"
         while True:
             self.renew()
@@ -162,7 +162,7 @@ class Wire:
                 return
 
     def page(self, cursor: bytes, pattern: bytes, count: int) -> tuple[bytes, list[bytes]]:
-        """Next cursor, and one page of names. Raises FAULTS."""
+        """Return the next cursor, and one page of names. Raises FAULTS."""
         (answer,) = self.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", count)], SCANNED)
         if isinstance(answer, RefusedError):
             raise RedisError(str(answer))
@@ -216,7 +216,7 @@ class Wire:
         return reply
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send all at once: waking Redis for each piece would cost a lane a third more."""
+        """Send all pieces at once: waking Redis for each would cost a lane a third more."""
         if isinstance(self._socket, ssl.SSLSocket):
             for piece in pieces:
                 self._socket.sendall(piece)
@@ -228,7 +228,7 @@ class Wire:
             sent = max(0, sent - len(piece))
 
     def _acknowledged(self) -> RefusedError | None:
-        """Reply to SET: None, or the server's refusal."""
+        """Return the reply to SET: None, or the server's refusal."""
         self.fill(self._scratch[:5])
         if bytes(self._scratch[:5]) == b"+OK\r\n":
             return None
@@ -240,7 +240,7 @@ class Wire:
         return reply
 
     def _receive(self, memory: memoryview) -> bool:
-        """Receive one GET's reply into ``memory``. False when the name does not exist.
+        """Receive one GET's reply into ``memory``. Returns False when the name does not exist.
 
         The first four bytes, which every reply has, tell whether it is the expected one."""
         expected = b"$%d\r\n" % memory.nbytes
@@ -258,7 +258,7 @@ class Wire:
         return True
 
     def _unexpected(self, have: int) -> bool:
-        """False for a name that does not exist. Raises for any other unexpected reply."""
+        """Return False for a name that does not exist. Raises for any other unexpected reply."""
         line = self._line(have)
         if line == b"$-1\r\n":
             return False
@@ -267,7 +267,7 @@ class Wire:
         raise WrongSizeError("not a value of the size expected")
 
     def _line(self, have: int) -> bytes:
-        """First line of a reply, of which ``have`` bytes are there. A long one is cut."""
+        """Return a reply's first line, of which ``have`` bytes are there. A long one is cut."""
         while bytes(self._scratch[have - 2 : have]) != b"\r\n" and have < _LINE_BYTES:
             self._left()
             self.fill(self._scratch[have : have + 1])
@@ -283,13 +283,13 @@ class _Replies:
         self._size = self._items = 0
 
     def next(self) -> Reply:
-        """The next reply. Raises ProtocolError for bytes that are none, or exceed the bounds."""
+        """Return the next reply. Raises ProtocolError for another thing, or beyond the bounds."""
         del self._buffer[: self._at]
         self._at, self._size, self._items = 0, self._bounds.size, self._bounds.items
         return self._reply(self._bounds.depth)
 
     def end(self) -> None:
-        """Raises ProtocolError where more came than was asked for."""
+        """Raise ProtocolError where more came than was asked for."""
         if self._at < len(self._buffer):
             raise ProtocolError("the server says more than it was asked")
 
