@@ -49,25 +49,25 @@ __all__ = [
 
 
 class Watched(Protocol):
-    """A KVStore whose changes are noted. One thread asks."""
+    """Changes of a KVStore's chunks. For one thread."""
 
     @property
     def place_names(self) -> list[str]:
-        """RAM, then the lower tiers, fastest first. A change names its place by this index."""
+        """Names of the places: RAM, then the lower tiers, fastest first. A change has the index."""
 
     @property
     def has_changes(self) -> bool: ...
 
     def changes(self) -> list[Change] | None:
-        """Chunks that came and left since the last call, in order. A chunk that comes to RAM comes
-        again to every tier that holds it. None: some changes were lost."""
+        """Take the chunks that came and left since the last call, in order. A chunk that comes to
+        RAM comes again to every tier that holds it. None if some changes were lost."""
 
     def places(self, keys: Sequence[ChunkKey]) -> list[list[int]]:
-        """For each chunk, the places that it can be served from now. It has no effect."""
+        """Return, for each chunk, the places that it can be served from now. Without effect."""
 
     def announce(self, key: ChunkKey, place: int, event: Mapping[str, Any]) -> None:
-        """The engine has announced a chunk in a place, with these fields of vLLM's ``BlockStored``.
-        A server may publish them too."""
+        """Tell the server that the engine announced a chunk in a place, with these fields of vLLM's
+        ``BlockStored``, so that it may publish them too."""
 
 
 class KVStore(Protocol):
@@ -93,30 +93,29 @@ class KVStore(Protocol):
 
     @property
     def pool(self) -> Pool | None:
-        """Where the slots are. None while there is no connection to the server."""
+        """Pool of the slots; None while there is no connection to the server."""
 
     @property
     def most_held(self) -> int:
-        """Slots that this engine's leases may have together. A Client knows what its server
+        """Most slots that this engine's leases may have together. A Client knows what its server
         said at the last :meth:`lookup`, because other engines have slots of the same pool."""
 
     @property
     def paces(self) -> Mapping[str, Pace]:
-        """How fast each of this process's own tiers is, by name. Empty where a server has them."""
+        """Pace of each of this process's own tiers, by name. Empty if a server has the tiers."""
 
     # ---- what a scheduler asks -------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> LookupResult:
-        """How far :meth:`load` would get with this run, and when.
+        """Return how much of this run :meth:`load` would get, and when.
 
-        It has no effect. Nothing is known when a server does not answer.
+        Without effect. Nothing is known when a server does not answer.
         """
 
     def known(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Of which of these chunks a :meth:`lookup` of each by itself would know: it is in RAM, or
-        in a lower tier that need not be asked.
+        """Return for each chunk whether it is in RAM, or in a lower tier that need not be asked.
 
-        It has no effect. None is known when a server does not answer.
+        Without effect. None is known when a server does not answer.
         """
         ...
 
@@ -135,7 +134,7 @@ class KVStore(Protocol):
         most: int | None = None,
         asker: Asker = ANONYMOUS,
     ) -> LoadLease:
-        """Pin what can be served of ``keys[start:]`` without a gap, and fetch what is not in RAM.
+        """Pin the chunks of ``keys[start:]`` up to the first missing one, and fetch them into RAM.
 
         The lease pins each chunk from now on, or from its arrival, until the lease is closed. Poll
         it, copy what is ready, and close it.
@@ -143,28 +142,28 @@ class KVStore(Protocol):
         Args:
             keys: a prompt's run, from its first chunk on.
             start: how many leading chunks the engine has by itself.
-            most: how many chunks are claimed at most. None: as many as there are.
+            most: how many chunks are claimed at most, or None for all.
             asker: what is known of the request.
         """
 
     def load_ready(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> LoadLease | None:
-        """:meth:`load` all of ``keys[start:]``, if it is in RAM now: one walk over the run instead
-        of a :meth:`lookup` and a :meth:`load`. All of it is ready before the first poll.
+        """Do :meth:`load` for ``keys[start:]`` if all of it is in RAM now, in one walk over the run
+        instead of a :meth:`lookup` and a :meth:`load`. All of it is ready before the first poll.
 
-        Returns None, without any effect, where a chunk is not in RAM, and where the answer would
-        take too long: a run of more than 2,048 chunks, and every run where a server knows.
+        Returns None, without any effect, if a chunk is not in RAM, or the answer would take too
+        long: for a run of more than 2,048 chunks, and for every run if a server knows.
         """
         ...
 
     def load_unknown(
         self, keys: Sequence[ChunkKey], start: int = 0, *, asker: Asker = ANONYMOUS
     ) -> tuple[LookupResult, LoadLease] | None:
-        """:meth:`lookup` and :meth:`load` of ``keys[start:]`` in one, if nothing of it is known.
+        """Do :meth:`lookup` and :meth:`load` of ``keys[start:]`` in one, if none of it is known.
 
-        Returns None, without any effect, where a chunk is known, or a shared tier may know more,
-        and where :meth:`load_ready` does because the answer would take too long.
+        Returns None, without any effect, if a chunk is known, or a shared tier may know more, or
+        the answer would take too long, see :meth:`load_ready`.
         """
         ...
 
@@ -176,14 +175,14 @@ class KVStore(Protocol):
         """
 
     def served(self, served: Served) -> None:
-        """A prompt got its blocks. It is counted in tokens: what it asked for, what it got from
-        each place, and what it would have got if nothing had ever left for want of room."""
+        """Count a prompt that got its blocks, in tokens: those that it asked for, those from each
+        place, and those that it would have got if nothing had ever left for want of room."""
 
     def ended(self, ended: Ended) -> None:
-        """A request that gave its number has ended. Its end is recorded where prompts are."""
+        """Record the end of a request that gave its number, if prompts are recorded."""
 
     def hint(self, keys: Sequence[ChunkKey], hint: Hint, session: str = "") -> None:
-        """The client knows something of a run's future.
+        """Pass on what the client knows of a run's future.
 
         An empty run stands for the last prompt of ``session``. The hint takes effect in the
         background, after the prompts that came before it. It may be dropped.
@@ -192,14 +191,14 @@ class KVStore(Protocol):
     # ---- removing --------------------------------------------------------------------------------
 
     def invalidate(self, keys: Sequence[ChunkKey]) -> None:
-        """Drop these chunks everywhere: they are bad, or must not be served any more.
+        """Drop these chunks from RAM and all tiers: they are bad, or must not be served any more.
 
         A Client drops only chunks of its own namespace, and chunks without an owner only where no
         other server writes.
         """
 
     def invalidate_all(self) -> None:
-        """Drop every chunk everywhere, except chunks that are being filled at this moment.
+        """Drop every chunk from RAM and all tiers, except chunks that are just being filled.
 
         A Client drops only chunks of its own namespace, and chunks without an owner only where no
         other server writes.
@@ -208,7 +207,7 @@ class KVStore(Protocol):
     # ---- the rest --------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a chunk has arrived in RAM since the last wait, or after ``timeout_s``.
+        """Wait until a chunk has arrived in RAM since the last wait, at most ``timeout_s``.
 
         Only one thread may wait. A Client may return earlier.
         """
@@ -217,19 +216,19 @@ class KVStore(Protocol):
         """Compare the whole index with its rules. For tests and for doctor.
 
         ``idle``: nothing is in progress, so no slot may be pinned or filling, and no tier may have
-        work that waits or runs. Raises StateError when a rule is broken, or when a server gives no
+        queued or running work. Raises StateError when a rule is broken, or when a server gives no
         answer within ten seconds.
         """
 
     def stats(self) -> dict[str, int]:
-        """Chunks by place and state now, and events since the start, by name.
+        """Count chunks by place and state now, and events since the start, by name.
 
         A Client returns the whole server's, and its own :attr:`counts`.
         """
 
     def status(self) -> SizeClassStatus | None:
-        """:meth:`stats` as typed data, with times, for metrics. A Client returns None: the server
-        has metrics of its own."""
+        """Return :meth:`stats` as typed data, with times, for metrics. A Client returns None: the
+        server has metrics of its own."""
 
     def watch(self) -> Watched:
         """Note every change in the places from now on. A server reports only chunks that this

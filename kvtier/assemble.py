@@ -43,31 +43,31 @@ from kvtier.tiers.seam import Opened, Opening, TierSection
 logger = logging.getLogger("kvtier")
 
 _QUEUED_READS = 4096
-"""Chunks that may wait for a lower tier at once: several of the longest prompts."""
+"""Most reads that may wait for a lower tier at once: several of the longest prompts."""
 _REMOTE_THREADS = 4
-"""Connections to a server on another host in use at once. Hides the network's round trip."""
+"""Connections in use at once to a server on another host, which hide the network's round trip."""
 _NAMESPACE_BYTES = 8
 
 
 class Lent(NamedTuple):
-    """For a Store of a server, which shares its budgets with others (:mod:`kvtier.store.sharing`).
-    Other engines map its pool, parts of which go back to the host: no reserved huge pages."""
+    """Budgets that a server's Store shares with its others (:mod:`kvtier.store.sharing`). Engines
+    map its pool, parts of which go back to the host, so it has no reserved huge pages."""
 
     lent: bool
-    """The others have all of RAM and tiers at the start."""
+    """Whether the other Stores have all of RAM and tiers at the start."""
     writes: Mapping[str, WriteBudget]
-    """Common budget of writes to each tier that has a limit."""
+    """Common budget of writes to each tier that has a write limit."""
     observers: tuple[Observer, ...] = ()
 
 
 def assemble(
     started: Started, layout: ChunkLayout, replica: int = 0, compute: SavedCompute | None = None
 ) -> KVStore:
-    """Make everything one engine needs: a Client where the server is on this host. What was opened
-    before a ConfigError or TierError is closed again.
+    """Make everything one engine needs: a Client if the server is on this host, else a Store. What
+    was opened before a ConfigError or TierError is closed again.
 
-    ``replica`` (data parallel index) keeps replicas' files apart. ``compute``: what hits save of
-    the engine's model. None: of a typical one."""
+    ``replica`` (data parallel index) keeps replicas' files apart. ``compute``: the compute that
+    hits save with the engine's model; None for a typical one."""
     server = started.config.server
     if server.here:
         return Client(started.access(server.here, layout), server.timeout_ms / 1000)
@@ -77,10 +77,10 @@ def assemble(
 def assemble_hosts(
     started: Started, layouts: Sequence[ChunkLayout], told: Sequence[AbstractSet[bytes]]
 ) -> Hosts:
-    """:func:`assemble` for an engine over several hosts. ``layouts``: of each host's own chunks.
+    """Make a KVStore for an engine over several hosts. ``layouts``: of each host's own chunks.
     ``told``: the names of servers that the workers of each host have found there.
 
-    Raises ConfigError where the addresses are not those of the hosts' servers in order."""
+    Raises ConfigError unless the addresses are those of the hosts' servers in order."""
     server = started.config.server
     with ExitStack() as undo:
         clients = list[Client]()
@@ -97,8 +97,8 @@ def assemble_hosts(
 def _refuse_other_hosts(
     addresses: Sequence[str], names: Sequence[bytes], told: Sequence[AbstractSet[bytes]]
 ) -> None:
-    """Raises ConfigError for addresses of one server, and where a host's workers found another one.
-    ``names``: of the servers. Empty: they are not there yet."""
+    """Raise ConfigError if two addresses are one server's, or a host's workers found another one.
+    ``names``: of the servers, empty if not there yet."""
     for host, (address, name, found) in enumerate(zip(addresses, names, told, strict=True)):
         if name and name in names[:host]:
             raise ConfigError(
@@ -122,7 +122,7 @@ def assemble_store(
     shared: Lent | None = None,
     compute: SavedCompute | None = None,
 ) -> Store:
-    """:func:`assemble` for a process with chunks of its own. A server is one on another host."""
+    """Make a Store in this process. A configured server is its tier on another host."""
     config = started.config
     slots = started.ram_bytes // layout.slot_bytes
     if slots < 1:
@@ -175,7 +175,7 @@ def assemble_store(
 
 
 def paces(store: KVStore, config: Config) -> dict[str, Pace]:
-    """The pace of each of this process's own tiers, by its place and the size of chunks."""
+    """Return the paces of this process's own tiers, by tier, chunk size and place."""
     at = {name: masked(config.value(tier.place)) for name, tier in TIERS.items()}
     at[REMOTE] = config.server.address
     size = store.pool.slot_bytes if store.pool is not None else 0
@@ -223,7 +223,7 @@ def open_tier(
 
 
 class _AtRest(NamedTuple):
-    """How chunks lie in tiers that outlive us: as they are, or sealed."""
+    """Form of chunks in tiers that outlive this process: plain, or sealed."""
 
     chunk_bytes: int
     key_name: bytes = b""
@@ -248,7 +248,7 @@ def write_budgets(
     tiers: Sequence[tuple[RegisteredTier, TierSection]],
     lock: AbstractContextManager[object] | None = None,
 ) -> dict[str, WriteBudget]:
-    """Budgets of writes to tiers that have a limit. Stores share them with a ``lock``."""
+    """Make the write budgets of tiers that have a limit. Stores share them with a ``lock``."""
     return {
         tier.name: WriteBudget(limit, 0, lock)
         for tier, own in tiers
@@ -265,7 +265,6 @@ def _announce(store: Store, layout: ChunkLayout, said: Sequence[str]) -> None:
     size = size_text(layout.chunk_bytes)
     logger.info(
         "chunks of %s; RAM %d chunks (%s); %s",
-        # A server's layout counts slots: how many tokens a slot holds is known to its engines.
         f"{layout.chunk_tokens} tokens, {size}" if layout.chunk_tokens > 1 else size,
         store.most_held,
         size_text(store.most_held * store.pool.slot_bytes),

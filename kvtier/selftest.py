@@ -41,14 +41,14 @@ SLOT_BYTES = 1 << 20
 CHUNKS = 3
 _RAM_BYTES = 2 * CHUNKS * SLOT_BYTES
 _SIDE_S = 20.0
-"""For one process, its start included: the tiers have shorter deadlines of their own."""
+"""Longest time of one process, its start included: the tiers have shorter limits of their own."""
 _MOVE_S = 5.0
 _POLL_S = 0.005
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """``settings``: a Config's keys. ``place``: the tier's name, or the path of a pool to map.
-    ``name`` makes the keys this trial's own."""
+    """Trial of one place. ``settings``: a Config's keys. ``place``: the tier's name, or the path of
+    a pool to map. ``name`` makes the keys this trial's own."""
 
     name: str
     place: str
@@ -69,7 +69,7 @@ def trial(place: str, config: Config, slot_bytes: int = SLOT_BYTES) -> Trial:
     return Trial(name, place, slot_bytes, {key: config.value(key) for key in KEYS})
 
 
-# ---- the doctor's side: what went wrong in words, "" when nothing did ----------------------------
+# ---- the doctor's side: each returns a fault in words, or "" -------------------------------------
 
 
 def try_ram() -> str:
@@ -88,7 +88,7 @@ def try_ram() -> str:
 
 
 def try_tier(config: Config, tier: RegisteredTier, own: TierSection) -> str:
-    """A trial of one tier. In a store that other hosts share nothing of it is left."""
+    """Try one tier. A store that other hosts share keeps nothing of the trial."""
     alone = _alone(config).with_sections({tier.name: own})
     one = trial(tier.name, alone)
     try:
@@ -117,7 +117,7 @@ def there_and_back(one: Trial) -> str:
 
 def run(side: str, one: Trial) -> str:
     env = environment()
-    # the pool is all that a map is about; a tier may be sealed, and have credentials of its own
+    # a map needs the pool alone; a tier may be sealed, and have credentials of its own
     kept = (ENCRYPTION_KEY,)
     env = processes.chosen(env) if side == "map" else processes.without_settings(env, *kept)
     try:
@@ -170,7 +170,7 @@ def save(one: Trial) -> str:
 
 def load(one: Trial) -> str:
     with _opened(one) as store:
-        # a prompt that came before: it is not recorded, and nothing learns from it
+        # as a prompt that came before: it is not recorded, and nothing learns from it
         with store.load(one.keys, asker=Asker(again=True)) as lease:
             _within(lambda: lease.poll().coming == 0)
             views, sources = lease.views(), lease.sources

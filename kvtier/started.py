@@ -38,12 +38,12 @@ from kvtier.tiers.registry import configured
 from kvtier.tiers.seam import ConfigSection
 
 _UNKNOWN_MEMORY_BYTES = 4 << 30
-"""Taken as available where neither the host nor the cgroup says."""
+"""Memory taken as available if neither the host nor the cgroup tells it."""
 
 
 class Started:
-    """Secrets are read once, when they are first needed, and memory is probed once. Attributes and
-    methods raise ConfigError, naming the key to change.
+    """A configuration on this host. Secrets are read once, when first needed, and memory is probed
+    once. Attributes and methods raise ConfigError, naming the key to change.
 
     >>> Started(Config().with_keys(ram_bytes=1 << 30)).ram_bytes
     1073741824
@@ -55,7 +55,7 @@ class Started:
 
     @cached_property
     def ram_bytes(self) -> int:
-        """Of the RAM tier: the key, else its default on this machine now."""
+        """Size of the RAM tier: the key's, else the default on this machine now."""
         if self.config.ram.bytes_ is not None:
             return self.config.ram.bytes_
         memory = probe_memory()
@@ -66,7 +66,7 @@ class Started:
 
     @cached_property
     def encryption_key(self) -> bytes | None:
-        """The key of encryption at rest. ConfigError: another form, two keys, or no library."""
+        """Key of encryption at rest. ConfigError for another form, two keys, or no library."""
         given, source = encryption_key(), ENCRYPTION_KEY
         file = self.config.engine.encryption_key_file
         if file is not None:
@@ -107,7 +107,7 @@ class Started:
     def access(
         self, server: str, layout: ChunkLayout, *, steers: bool = False, in_namespace: bool = True
     ) -> ServerAccess:
-        """How to get into ``server``. ``steers``: as the scheduler of workers on its host."""
+        """Return what it takes to enter ``server``. ``steers``: for workers on its host."""
         address, keys = Address.parse(server), self.config.server
         name, stream = _process_name(layout), not (address.path or steers)
         own = hello(
@@ -122,14 +122,14 @@ class Started:
         return ServerAccess(address, own, self.token, tls, keys.unencrypted)
 
     def for_slots(self, slot_bytes: int) -> Started:
-        """For one chunk size of a server, which opens a Store for each size."""
+        """Return what the Store of one chunk size of a server is made of."""
         other = copy(self._sized)
         other.tiers = [(tier, own.for_slots(slot_bytes)) for tier, own in other.tiers]
         return other
 
     @cached_property
     def _sized(self) -> Started:
-        """Sizes that are not set, before the first Store takes most of what is to be divided."""
+        """This configuration with all sizes set, before the first Store takes most of the room."""
         sections: dict[str, ConfigSection] = {
             "ram": replace(self.config.ram, bytes_=self.ram_bytes)
         }
@@ -142,11 +142,11 @@ class Started:
         return other
 
     def nvme_folders(self, replica: int = 0) -> list[Path]:
-        """Folders of an engine's NVMe tier, for which it may have to wait."""
+        """Return the folders of an engine's NVMe tier, which another engine may still hold."""
         return self.config.nvme.folders(replica) if places(self.config) else []
 
     def require_record(self) -> None:
-        """Raises ConfigError for a folder that cannot be written, unless a server here records."""
+        """Raise ConfigError if the record's folder cannot be written, unless a server records."""
         if self.config.engine.record is not None and not self.config.server.here:
             RecordFolder(Path(self.config.engine.record)).close()
 
@@ -154,7 +154,7 @@ class Started:
         return {tier.name: partial(tier.away, own) for tier, own in self.tiers}
 
     def try_server_start(self) -> dict[str, str]:
-        """Troubles in words, by subject, within seconds. Raises TierError too."""
+        """Try the tiers, within seconds. Returns troubles by subject. Raises TierError too."""
         self.encryption_key  # noqa: B018 - it raises
         require_ram(self.ram_bytes, source=self.config.ram.source("bytes_"), lent=True)
         slot_bytes = self.config.server.slot_bytes
@@ -166,7 +166,7 @@ class Started:
         return _away(self.looks())
 
     def try_engine_start(self) -> dict[str, str]:
-        """:meth:`try_server_start` without a server's tiers, and without auto-config's sizes."""
+        """Try an engine's servers and tiers, but for tiers that auto-config has yet to size."""
         tried: dict[str, Callable[[], str]] = {"server": self._try_servers}
         if places(self.config):
             self.encryption_key  # noqa: B018 - it raises
@@ -176,7 +176,7 @@ class Started:
         return _away(tried)
 
     def _try_servers(self) -> str:
-        """Why a server cannot be used for now. One that does not let us in is an error."""
+        """Return why a server cannot be used now, or "". Raises ConfigError if one refuses us."""
         said = list[str]()
         for address in self.config.server.addresses:
             try:
@@ -186,8 +186,8 @@ class Started:
         return "; ".join(said)
 
     def sizes_of(self, server: str) -> Sequence[int]:
-        """Chunk sizes that a server keeps now, learnt by asking for one that none keeps. Raises
-        TierError when it is not there, ConfigError when it does not let us in."""
+        """Return the chunk sizes that a server keeps now, by asking for one that none keeps. Raises
+        TierError if it is not there, ConfigError if it does not let us in."""
         unused = ChunkLayout(fingerprint({"doctor": os.getpid()}), 1, 1, (wire.NO_SIZE,))
         try:
             welcomed = enter(self.access(server, unused, in_namespace=False))
@@ -204,7 +204,7 @@ def _away(tried: Mapping[str, Callable[[], str]]) -> dict[str, str]:
 
 
 def _process_name(layout: ChunkLayout) -> str:
-    """For people at a server: the model, or the end of its long name, and this process."""
+    """Name this process for people at a server: its number, and the end of the model's name."""
     name = f"process {os.getpid()}"
     most = wire.NAME_LETTERS
     return f"{layout.model[2 + len(name) - most :]}, {name}" if layout.model else name
@@ -213,7 +213,7 @@ def _process_name(layout: ChunkLayout) -> str:
 logger = logging.getLogger("kvtier")
 
 INDEX_BYTES = 400
-"""Memory for one chunk besides its slot (``python -m kvtier.bench.micro.index``)."""
+"""Memory of the index for one chunk (``python -m kvtier.bench.micro.index``)."""
 
 
 class RamBudget(NamedTuple):
@@ -222,7 +222,7 @@ class RamBudget(NamedTuple):
     limit: Fact[int] | None
     free: Fact[int] | None
     own: int
-    """Bytes that the process has, and keeps to its end."""
+    """Bytes that the process has already, and keeps to its end."""
 
     def ever(self, size: int) -> bool:
         return self.limit is None or size + self.own <= number(self.limit)
@@ -239,7 +239,7 @@ def ram_room(root: Path = ROOT) -> RamBudget:
 
 
 def in_reserved_pages(ram_bytes: int, root: Path = ROOT) -> bool:
-    """Whether free reserved huge pages, which only an engine's own pool takes, hold all of it."""
+    """Whether ``ram_bytes`` fit into free reserved huge pages. Only an engine's pool takes them."""
     return ram_bytes <= (probe_memory(root).reserved.value or 0)
 
 
@@ -252,8 +252,8 @@ def require_ram(
     root: Path = ROOT,
 ) -> None:
     """Raise ConfigError when this process can never have ``ram_bytes``, and log a warning when it
-    cannot now. Nothing is checked when reserved huge pages can hold all of it, where a server's RAM
-    (``lent``) never lies. ``slot_bytes``: for the index. ``source``: who decided ``ram_bytes``."""
+    cannot now. Nothing is checked when reserved huge pages can hold all of it, but a server's RAM
+    (``lent``) never lies there. ``slot_bytes``: for the index. ``source``: who chose the size."""
     if not lent and in_reserved_pages(ram_bytes, root):
         return
     limit, free, own = room = ram_room(root)
@@ -277,6 +277,6 @@ def require_ram(
 
 
 def _own_bytes(root: Path) -> int:
-    """Memory of this process that only its end gives back. 0 where the kernel does not tell."""
+    """Return this process's memory that only its end gives back; 0 if the kernel does not tell."""
     lines = text_of(root / "proc/self/status").splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)

@@ -18,7 +18,7 @@ from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 
 _UNSENT_BYTES = 4 * wire.MAX_FRAME_BYTES
-"""A server that has left more unread is given up."""
+"""Unread bytes beyond which a server is given up."""
 
 
 class _Renewed:
@@ -27,7 +27,7 @@ class _Renewed:
         self._renewed: list[int] = []
 
     def hear(self, renewed: Sequence[tuple[int, int]]) -> None:
-        """The memory of these slots went back to the host so often."""
+        """Note slots whose memory went back to the host, each with the number of times."""
         for slot, times in renewed:
             if self._renewals.get(slot, 0) != times:
                 self._renewals[slot] = times
@@ -39,7 +39,7 @@ class _Renewed:
 
 
 class FarPool(_Renewed, Pool):
-    """A pool of another host, by its numbers. Workers there map it with the ticket."""
+    """Pool of another host, not mapped here. Workers there map it with the ticket."""
 
     def __init__(self, slots: int, slot_bytes: int, ticket: bytes = b"") -> None:
         _Renewed.__init__(self)  # there is no region here
@@ -71,7 +71,7 @@ class SharedPool(_Renewed, Pool):
             raise
         self.witness_path: str = f"/proc/{os.getpid()}/fd/{witness}"
         self.inode = os.fstat(self.fd).st_ino
-        """Tells it from the pool of the server's next start, which may have the same path."""
+        """Inode of the pool, which tells it from the next start's pool: both may have one path."""
         let_go = weakref.finalize(self._map, os.close, witness)
         # At the end of a process a thread may still copy. The kernel closes the witness after that.
         let_go.atexit = False
@@ -102,13 +102,13 @@ class Attachment:
         self.server = welcomed.welcome.server
         self.lost = False
         self.most_held = 0
-        """Slots of all leases together, as the server said last."""
+        """Most slots of all leases together, as the server said last."""
         self.awaited: Any = None
-        """The question whose answer is overdue."""
+        """Question whose answer is overdue."""
         self.overdue_since = 0.0
         self.leases: set[int] = set()
         self.told: Callable[[wire.Changed], None] | None = None
-        """Takes the answers to Hear, once one was sent."""
+        """Function that takes the answers to Hear, once one was sent."""
         self._socket = welcomed.socket
         self._socket.setblocking(False)
         self._descriptor = self._socket.fileno()
@@ -139,7 +139,7 @@ class Attachment:
         self.flush()
 
     def take(self, timeout_s: float) -> wire.Numbered | None:
-        """The next answer that has a number, or None when there is none within ``timeout_s``. Reads
+        """Read the next answer that has a number, or None if none comes within ``timeout_s``. Reads
         at least once. Raises OSError, TierError or WireError when the server is gone or does not
         speak the protocol."""
         until, left = time.monotonic() + timeout_s, 1.0
@@ -178,7 +178,7 @@ class Attachment:
         return not self._unsent
 
     def flush(self) -> None:
-        """As much as the socket takes. Raises OSError when the server is gone."""
+        """Send as much as the socket takes. Raises OSError when the server is gone."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -197,7 +197,7 @@ class Attachment:
         self._close_pool_if_unused()
 
     def close(self) -> None:
-        """Let go of everything, also when leases are open. The engine ends."""
+        """Close socket and pool, also when leases are open: the engine ends."""
         self.leases.clear()
         self.lose()
 

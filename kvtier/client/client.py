@@ -63,13 +63,13 @@ A = TypeVar("A", bound=wire.Message)
 class _Held:
     attachment: Attachment
     number: int
-    """The server's name for the lease."""
+    """Number of the lease at the server."""
     coming: int = 0
-    """Of a load: chunks that were coming at the last answer."""
+    """Chunks of a load that were coming at the last answer."""
 
 
 class AtServer:
-    """Answers that a KVStore cannot give where the Store is a server's."""
+    """Methods of a KVStore that have no answer if the Store is a server's."""
 
     @property
     def paces(self) -> dict[str, Pace]:
@@ -92,12 +92,11 @@ class AtServer:
 class Client(AtServer):
     """A :class:`~kvtier.api.KVStore` at a server. One lock is held for a round trip.
 
-    Questions in pieces are sent in their first piece, so that a thread can ask several servers at
-    once (:mod:`kvtier.client.hosts`). It alone does the pieces, because the lock is its own.
+    A method in pieces sends its question in the first one, so that a thread can ask several servers
+    at once (:mod:`kvtier.client.hosts`). That thread does all pieces: the lock is its own.
 
     Raises ConfigError when the server is there and refuses us. When it is not there, the engine
-    starts without it. ``timeout_s``: how long an answer may take. ``lane``: for the work in the
-    background."""
+    starts without it. ``timeout_s``: longest time of an answer. ``lane``: for the background."""
 
     def __init__(
         self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None
@@ -133,7 +132,7 @@ class Client(AtServer):
 
     @property
     def server(self) -> bytes:
-        """The name of the server's present start, or empty."""
+        """Name of the server's present start, empty without a connection."""
         attachment = self._attachment
         return attachment.server if attachment is not None else b""
 
@@ -231,7 +230,7 @@ class Client(AtServer):
             return self._heard
 
     def _hear(self) -> None:
-        """Read changes that have come, and ask again."""
+        """Read the changes that have come, and ask for the next ones."""
         with self._lock:
             attachment, heard = self._attachment, self._heard
             if attachment is None or heard is None or attachment.awaited is not None:
@@ -278,7 +277,7 @@ class Client(AtServer):
         return self._end(lease.held, wire.Commit if commit else wire.End)
 
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        """Asks the server only while something is coming."""
+        """Return a load's progress. The server is asked only while chunks are coming."""
         held: _Held | None = lease.held
         if held is None:
             return Progress(0, 0)
@@ -298,7 +297,7 @@ class Client(AtServer):
         return self._end(lease.held, wire.End)
 
     def _hold(self, answer: wire.Slots | wire.Claim | None) -> _Held | None:
-        """Under the lock: the server has made this lease. None for one without slots."""
+        """Note the lease that the server made, under the lock. None if it has no slots."""
         attachment = self._attachment
         if answer is None or attachment is None or not answer.lease:
             return None
@@ -306,7 +305,7 @@ class Client(AtServer):
         return _Held(attachment, answer.lease)
 
     def _end(self, held: _Held | None, kind: type[wire.Commit | wire.End]) -> Steps[None]:
-        """The last message of a lease, after which its attachment may go."""
+        """Send a lease's last message, after which its attachment may be closed."""
         yield from ()  # in one piece
         if held is not None:
             with self._lock:
@@ -335,7 +334,7 @@ class Client(AtServer):
         question: Callable[..., wire.Message],
         check: Callable[[A, int, Attachment], None],
     ) -> Steps[A | None]:
-        """:meth:`_asking` of these chunks. ``check`` is told how many there are."""
+        """Ask about these chunks by :meth:`_asking`. ``check`` is told how many there are."""
         asked = keys[: wire.MAX_KEYS]
         return self._asking(
             kind, question, wire.joined(asked), check=lambda one, at: check(one, len(asked), at)
@@ -359,8 +358,8 @@ class Client(AtServer):
         check: Callable[[A, Attachment], None] = lambda _, at: None,
         timeout_s: float = 0.0,
     ) -> Steps[A | None]:
-        """:meth:`_ask` in pieces: the question has been sent after the first one. ``check`` raises
-        WireError for an answer that this question cannot have on this attachment."""
+        """Ask in pieces: the question has been sent after the first one. None if no answer came in
+        time. ``check`` raises WireError for an answer that this question cannot have."""
         with self._lock:
             attachment = self._attachment
             if attachment is None:
@@ -387,7 +386,8 @@ class Client(AtServer):
             return None
 
     def _caught_up(self, attachment: Attachment) -> bool:
-        """Whether the overdue answer has come. Its lease is given back: no request waits for it."""
+        """Read the overdue answer if it has come. Its lease is given back, as nothing waits for
+        it."""
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)
@@ -404,14 +404,14 @@ class Client(AtServer):
 
     @contextmanager
     def _minding(self, attachment: Attachment) -> Iterator[Attachment]:
-        """Under the lock: give up the attachment when talking to the server fails."""
+        """Give up the attachment, under the lock, if talking to the server fails."""
         try:
             yield attachment
         except (OSError, KVTierError) as error:
             self._lose(attachment, error)
 
     def _lose(self, attachment: Attachment, error: Exception) -> None:
-        """Under the lock: connect anew in the background."""
+        """Give up the attachment, under the lock, and connect anew in the background."""
         attachment.lose()
         if attachment is self._attachment:
             self._attachment = None
@@ -424,7 +424,7 @@ class Client(AtServer):
             self._lane.submit(self._reconnect, urgent=True)
 
     def _reconnect(self) -> None:
-        """On the lane, until it works. One line in the log for each new kind of failure."""
+        """Connect, on the lane, until it works. Each new kind of failure is logged once."""
         breaker, said = Breaker(time.monotonic, 1, _WAIT_S, _LONGEST_WAIT_S), ""
         while not self._ending.is_set() and self._attachment is None:
             if not breaker.allows():
@@ -452,7 +452,7 @@ class Client(AtServer):
         self._lane.submit(lambda: self._nurse(attachment))
 
     def _nurse(self, attachment: Attachment) -> None:
-        """On the lane: take an overdue answer and send what waits, although the engine may be
+        """Take an overdue answer and send queued messages, on the lane, while the engine may be
         idle."""
         while not self._ending.wait(_NURSE_S):
             with self._lock:

@@ -22,10 +22,11 @@ from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.wire import client_proof, proven, server_proof
 
 _CONNECT_S = 2.0
-"""For all addresses of a host together, as many for TLS, and as many for the Challenge. The system
-bounds the look-up of a name."""
+"""Longest time to connect to any address of a host; as long for TLS, and for the Challenge. The
+system bounds the look-up of a name."""
 _WELCOME_S = 15.0
-"""A server that opens a large NVMe tier takes some time. Later the next attempt finds it open."""
+"""Longest wait for a Welcome. A server that opens a large NVMe tier takes longer: a later attempt
+finds it open."""
 _ATTACH_DESCRIPTORS = 2
 _Greeting = wire.Challenge | wire.Welcome | wire.Refused
 PLAIN = (
@@ -35,7 +36,7 @@ PLAIN = (
 
 
 class Address(NamedTuple):
-    """``unix:///path`` has a path, ``tcp://host:port`` a host and a port."""
+    """Address of a server: ``unix:///path`` has a path, ``tcp://host:port`` a host and a port."""
 
     path: str
     host: str
@@ -43,7 +44,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ConfigError for another form."""
+        """Parse ``unix:///path`` or ``tcp://host:port``. Raises ConfigError for anything else."""
         if text.startswith("unix:///"):
             return cls(text.removeprefix("unix://"), "", 0)
         found = re.fullmatch(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([^\s:/\[\]]+)):(\d{1,5})/?", text)
@@ -55,7 +56,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """TCP that does not leave this host. A name other than ``localhost`` may mean any host."""
+        """Whether TCP surely stays on this host. A name but ``localhost`` may mean any host."""
         if self.host == "localhost":
             return True
         try:
@@ -70,7 +71,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """Where a server is, and what it asks of those it lets in.
+    """Address of a server, and what it asks of those it lets in.
 
     ``hello`` has no nonce and no proof yet. ``tls`` is for tcp:// only. ``unencrypted``: the
     operator gave up encryption beyond loopback. Raises ConfigError for an address beyond loopback
@@ -97,7 +98,7 @@ class ServerAccess:
 
 
 def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
-    """Raises ConfigError for TCP beyond loopback without TLS, which ``keys`` would give."""
+    """Refuse TCP beyond loopback without TLS. The ConfigError says that ``keys`` turn it on."""
     if not unencrypted:
         raise ConfigError(
             f"{address} is beyond this host and not encrypted: who sees the network could read and "
@@ -107,7 +108,7 @@ def refuse_plain(address: Address, keys: str, *, unencrypted: bool) -> None:
 
 
 class Welcomed(NamedTuple):
-    """After the handshake. The caller owns the socket, and the descriptors of the pool and its
+    """Result of a handshake. The caller owns the socket, and the descriptors of the pool and its
     witness, which another host does not get."""
 
     socket: socket.socket
@@ -124,8 +125,8 @@ def hello(
     client: str = "",
     steers: bool = False,
 ) -> wire.Hello:
-    """``steers``: workers on the server's host map the pool, and not this process. Raises
-    ConfigError for a namespace that is too long: cut, it could be another tenant's."""
+    """Make a Hello. ``steers``: workers on the server's host map the pool, and not this process.
+    Raises ConfigError for a namespace that is too long: cut, it could be another tenant's."""
     if len(namespace) > wire.NAME_LETTERS:
         raise ConfigError(
             f"namespace={namespace!r} has {len(namespace)} letters, expected at most "
@@ -139,7 +140,7 @@ def hello(
 
 
 def client_tls(ca: str, certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
-    """Trust servers whose certificate for their host name ``ca`` has signed. Raises ConfigError."""
+    """Make TLS that trusts servers whose certificate ``ca`` has signed. Raises ConfigError."""
     try:
         context = ssl.create_default_context(cafile=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -153,7 +154,7 @@ def client_tls(ca: str, certificate: str | None = None, key: str | None = None) 
 
 
 def read_token(path: str, key: str = "server_token_file") -> bytes:
-    """Raises ConfigError for a secret of less than 16 bytes, and where :func:`read_secret` does."""
+    """Read a token. Raises ConfigError if it has less than 16 bytes, and as :func:`read_secret`."""
     return long_enough(read_secret(path, key), path, key)
 
 
@@ -167,9 +168,9 @@ def long_enough(token: bytes, path: str, key: str) -> bytes:
 
 
 def join(address: Address, token: bytes | None, ticket: bytes, within_s: float) -> Welcomed:
-    """Enter a server on this host as a worker of the engine with this ticket. Without one the
-    Welcome names the server, and no descriptors come. Each of the three parts takes ``within_s`` at
-    most. Raises as :func:`enter` does."""
+    """Enter a server on this host as a worker of the engine with this ticket. With an empty one the
+    Welcome only names the server, without descriptors. Each of the three parts takes ``within_s``
+    at most. Raises as :func:`enter` does."""
     own = wire.Hello(wire.VERSION, "join", bytes(32), "", 1, "", bytes(32), ticket=ticket)
     return enter(ServerAccess(address, own, token), within_s, within_s)
 
@@ -229,8 +230,8 @@ def _connect_tcp(address: Address, within_s: float) -> socket.socket:
 
 
 def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
-    """Raises ConfigError when a Unix socket is another user's, in whose memory chunks would lie.
-    With a token it is enough that the server proves later that it has the same one."""
+    """Raise ConfigError if a Unix socket is another user's, in whose memory chunks would lie. With
+    a token it is enough that the server proves later that it has the same one."""
     uid = peer_uid(sock)
     if uid not in (os.geteuid(), 0) and access.token is None:
         raise ConfigError(
@@ -242,7 +243,7 @@ def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:
 def _handshake(
     sock: socket.socket, access: ServerAccess, descriptors: list[int], bounds_s: tuple[float, float]
 ) -> wire.Welcome:
-    """``bounds_s``: for the Challenge, and for the Welcome."""
+    """Do the handshake. ``bounds_s``: for the Challenge, and for the Welcome."""
     inbox: Inbox[_Greeting] = Inbox(_Greeting, wire.MAX_GREETING_BYTES)
     challenge_s, welcome_s = bounds_s
     deadline = Deadline(challenge_s)

@@ -23,7 +23,7 @@ from kvtier.protocol.kv_events import BlockStored
 
 
 def check_number(answer: wire.Numbered, asked: int) -> None:
-    """Only one question with a number is open at a time."""
+    """Check that an answer is to the one open question."""
     if answer.id != asked:
         raise wire.WireError(f"an answer to question {answer.id}, expected one to {asked}")
 
@@ -50,7 +50,7 @@ def check_slots(slots: wire.Slots, chunks: int, at: Attachment) -> None:
 
 
 def check_claim(claim: wire.Claim, chunks: int, at: Attachment) -> None:
-    """``chunks`` of the lease that the engine has not been told of."""
+    """Check a claim. ``chunks``: those of the lease that the engine has not been told of."""
     places = len(at.places)  # that the Welcome named
     if len(claim.sources) != len(claim.slots):
         raise wire.WireError(f"{len(claim.sources)} sources of {len(claim.slots)} chunks")
@@ -84,15 +84,16 @@ def _check_in_pool(answer: wire.Slots | wire.Claim, pool_slots: int) -> None:
 
 _EVERY_S = 0.02
 _PATIENCE_S = 1.0
-"""An engine without work steps so long for an answer."""
+"""Longest time that an engine without work keeps stepping for an answer."""
 _ANNOUNCED_CHUNKS, _SENT_CHUNKS = 8192, 32
 
 
 class Heard:
-    """A :class:`kvtier.api.Watched`. Its owner's lock guards what belongs to a connection.
+    """A server's changes, as :class:`kvtier.api.Watched`. Its owner's lock guards a connection's
+    part.
 
-    ``hear`` reads what has come, and asks again when :meth:`is_due`. ``where`` asks for the places
-    of the leading chunks that are held."""
+    ``hear`` reads the changes that have come, and asks again when :meth:`is_due`. ``where`` asks
+    for the places of the leading chunks that are held."""
 
     def __init__(
         self, hear: Callable[[], None], where: Callable[[Sequence[ChunkKey]], Sequence[int]]
@@ -104,15 +105,15 @@ class Heard:
         self._publishes = False
         self._lost = True
         self.is_asked = self._owed = self._due = False
-        """A Hear has no answer yet. It was sent after something that the engine did. The engine has
-        done something since."""
+        """Whether a Hear has no answer yet; whether it was sent after something that the engine
+        did; whether the engine has done something since."""
         self._asked_at = self._done_at = 0.0
 
     # ---- Watched ---------------------------------------------------------------------------------
 
     @property
     def has_changes(self) -> bool:
-        """See Watched. Also while the answer to what the engine did last is on its way."""
+        """Whether :meth:`changes` has some, or the answer to what the engine did last is due."""
         self._hear()
         owed = self._due or self._owed or bool(self._announced)
         patient = owed and time.monotonic() - self._done_at < _PATIENCE_S
@@ -139,7 +140,7 @@ class Heard:
     # ---- for the client, under its lock ----------------------------------------------------------
 
     def begin(self, attachment: Attachment) -> None:
-        """The first message of a connection: what is named after it is told."""
+        """Send a connection's first message. Changes of chunks named after it are told."""
         self.lose()
         self.place_names = attachment.places
         self._publishes = attachment.publishes
@@ -152,7 +153,7 @@ class Heard:
         self._announced.clear()
 
     def did(self) -> None:
-        """The engine has told the server something that may change what is held."""
+        """Note that the engine has told the server something that may change what is held."""
         self._due, self._done_at = True, time.monotonic()
 
     @property
@@ -160,13 +161,13 @@ class Heard:
         return not self.is_asked and (self._due or time.monotonic() - self._asked_at >= _EVERY_S)
 
     def ask(self, attachment: Attachment) -> None:
-        """Raises OSError or TierError when the server is gone."""
+        """Ask for changes. Raises OSError or TierError when the server is gone."""
         attachment.put(wire.Hear())
         self.is_asked, self._owed, self._due = True, self._due, False
         self._asked_at = time.monotonic()
 
     def pass_on(self, attachment: Attachment) -> None:
-        """As much as the socket takes. Raises as :meth:`ask` does."""
+        """Send announcements that the socket takes at once. Raises as :meth:`ask` does."""
         attachment.flush()
         for _ in range(_SENT_CHUNKS):
             if not self._announced or not attachment.is_sent:

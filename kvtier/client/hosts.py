@@ -58,8 +58,8 @@ class HostsPool(FarPool):
 
 
 def slot_of(slots: Sequence[int], number: int, host: int) -> int | None:
-    """The slot on this host, or None where the number stands for no slot there. ``slots``: of each
-    host."""
+    """Return the slot on this host, or None if ``number`` stands for no slot there. ``slots``:
+    number of slots of each host."""
     for count in slots[:host]:
         number //= count + 1
     found = number % (slots[host] + 1)
@@ -91,7 +91,7 @@ class Hosts(AtServer):
         return min(store.most_held for store in self._stores)
 
     def _joined(self, pools: Sequence[Pool | None]) -> HostsPool | None:
-        """The same object as long as each host has the same pool. None: some host has none."""
+        """Join the hosts' pools: the same object while the pools are. None if one is missing."""
         there = [pool for pool in pools if pool is not None]
         if len(there) < len(pools):
             return None
@@ -106,7 +106,7 @@ class Hosts(AtServer):
         return keys if mask is None else renamed(mask, keys)
 
     def _named(self, keys: Sequence[ChunkKey]) -> Iterable[tuple[Client, Sequence[ChunkKey]]]:
-        """Each host with its own names of these chunks."""
+        """Yield each host's Client with its own keys of these chunks."""
         return ((store, self._keys(keys, host)) for host, store in enumerate(self._stores))
 
     # ---- KVStore ---------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Hosts(AtServer):
             store.invalidate_all()
 
     def wait(self, timeout_s: float) -> None:
-        """See KVStore.wait. Each host has its part of the time."""
+        """Wait on each host for its part of the time, see KVStore.wait."""
         for store in self._stores:
             store.wait(timeout_s / len(self._stores))
 
@@ -189,11 +189,11 @@ class Hosts(AtServer):
             store.check(idle)
 
     def stats(self) -> dict[str, int]:
-        """See KVStore.stats. A chunk counts once on each host."""
+        """Count as KVStore.stats does. A chunk counts once on each host."""
         return dict(sum((Counter(store.stats()) for store in self._stores), Counter[str]()))
 
     def watch(self) -> Heard:
-        """See KVStore.watch. The first host tells: what another one lost is a miss later."""
+        """Watch the first host's chunks: a chunk that another one lost is a miss later."""
         return self._stores[0].watch()
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -208,7 +208,7 @@ class Hosts(AtServer):
             yield from one.committing() if commit else one.closing()
 
     def poll_load(self, lease: LoadLease) -> Steps[Progress]:
-        """A chunk is ready when it is on all hosts."""
+        """Return the progress of the slowest host: a chunk is ready when it is on all."""
         yield from ()  # in one piece
         leases: list[LoadLease] = lease.held
         progress = together(one.polling() for one in leases)
@@ -231,7 +231,7 @@ class Hosts(AtServer):
 
 
 def together(asked: Iterable[Steps[T]]) -> list[T]:
-    """Do the first piece of each, and then the rest of each: questions over a network are sent in
+    """Do the first piece of each, and then the rest of each. Questions over a network are sent in
     the first piece, so all answers are waited for at once."""
     begun: list[tuple[Steps[T], list[T]]] = []
     for steps in asked:
@@ -245,7 +245,7 @@ def together(asked: Iterable[Steps[T]]) -> list[T]:
 
 
 def shortest(results: Sequence[LookupResult]) -> LookupResult:
-    """How much of a run all hosts can serve, and when: a chunk is there when its last part is."""
+    """Return how much of a run all hosts can serve, and when: a chunk comes with its last part."""
     known = min(result.known for result in results)
     ready = min(result.ready for result in results)
     counts = {min(count, known) for one in results for count, _ in one.steps}

@@ -34,18 +34,18 @@ logger = logging.getLogger("kvtier.tiers.remote")
 
 _PIECE_BYTES = 512 * 1024
 _CALL_S = 5.0
-"""For a question and its answer, and for the Welcome of a new connection."""
+"""Longest time of a question and its answer, and of the Welcome of a new connection."""
 _SLOWEST_BYTES_S = 4 << 20
-"""A call with a chunk may take the time that this rate needs, in addition."""
+"""Slowest pace of a chunk's bytes, whose time is added to a call's."""
 _MAX_ANSWER_BYTES = 4096
 _WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
-"""The server is left alone after its first fault, because a lane thread waits long for one that
-does not answer, and not for long, because a connection that broke off costs a fault too."""
+"""Pauses after a fault, doubling from the first to the last. One fault is enough for a pause: a
+lane thread waits long for a dead server. The first is short: a broken connection is a fault too."""
 _APART_S = 10.0
-"""Between two questions whether the server keeps the model in another size. Asked on misses."""
+"""Time between questions, on misses, whether the server keeps the model in another chunk size."""
 _REMEMBERED_FACTOR, _LEAST_REMEMBERED_CHUNKS = 2, 131_072
-"""Chunks that this engine's directory knows of, for each one that fits in the server, and at least
-so many. More than fit: a chunk that leaves the directory is deleted in the server, where others may
+"""Chunks in this engine's directory for each one that fits in the server, and the least number of
+them. More than fit: a chunk that leaves the directory is deleted in the server, where others may
 still use it."""
 R = TypeVar("R")
 A = TypeVar("A", bound=wire.Message)
@@ -107,7 +107,7 @@ class RemoteTier(Tier):
         return self._call(lambda line: line.put(key, data), False)
 
     def read(self, key: ChunkKey, into: memoryview) -> bool | None:
-        """None also for bytes that were damaged on the way: the server has the right ones."""
+        """Read a chunk. None, not False, for damaged bytes too: the server has the right ones."""
         return self._call(lambda line: line.get(key, into), None)
 
     def may_read(self, key: ChunkKey) -> bool:
@@ -117,7 +117,7 @@ class RemoteTier(Tier):
         self._call(lambda line: line.delete(key), None)
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """The order is not used: the server has its own."""
+        """Close all connections. The order is not used: the server has its own."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -127,8 +127,8 @@ class RemoteTier(Tier):
     # ---- connections -----------------------------------------------------------------------------
 
     def _call(self, work: Callable[[_Line], R], fallback: R) -> R:
-        """On one connection, and once more on a new one if a kept one turns out to be dead.
-        ``fallback`` when the server fails, or is left alone because it did."""
+        """Do ``work`` on a connection, and once more on a new one if a kept one turns out to be
+        dead. Returns ``fallback`` if the server fails, or is left alone after a fault."""
         if not self._breaker.allows():
             return fallback
         for attempt in range(2):
@@ -164,7 +164,7 @@ class RemoteTier(Tier):
         line.close()
 
     def _take(self, fresh: bool) -> _Line:
-        """``fresh``: a new one, because the idle ones are dead too."""
+        """Take an idle connection or a new one. ``fresh``: close the idle ones, which are dead."""
         with self._lock:
             if self._closed:
                 raise TierError("the tier is closed")
@@ -178,7 +178,7 @@ class RemoteTier(Tier):
         return _Line(enter(self._access, _CALL_S).socket)
 
     def _failed(self, error: Exception) -> None:
-        """Leave the server alone for a while. One line in the log each time it is found dead."""
+        """Leave the server alone for a while. Each time that it is found dead is logged once."""
         opened = self._breaker.fault()
         with self._lock:
             self._counts["failed"] += 1
@@ -190,7 +190,7 @@ class RemoteTier(Tier):
 
 
 class _DeadLineError(Exception):
-    """A kept connection had ended meanwhile."""
+    """A kept connection had ended before its next call."""
 
 
 class _CorruptError(KVTierError): ...

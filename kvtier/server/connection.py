@@ -48,15 +48,15 @@ from kvtier.server.witnesses import Witnesses, notice_lost_hosts
 logger = logging.getLogger("kvtier.server")
 
 _TURN_S = 0.001
-"""Of work on one connection, and a piece more, before the others get their turn."""
+"""Time of work on one connection, and a piece more, before the others get their turn."""
 _UNSENT_BYTES = 1 << 20
-"""Answers left unread. Beyond this an attached client is dropped, and a stream waits."""
+"""Most unread answers. Beyond this an attached client is dropped, and a stream waits."""
 _GREETING_S = 4.0
 _CALL_S = 10.0
 _SLOWEST_BYTES_S = 4 << 20
-"""A stream's question has ten seconds, and its chunk's at this rate. Clients give up sooner."""
+"""Slowest pace of a stream's chunk, beside ten seconds a question. Clients give up sooner."""
 _MOST_WORKERS = 64
-"""Workers that join with one ticket: several for each GPU of a host. Each costs a descriptor."""
+"""Most workers with one ticket: several for each GPU of a host. Each costs a descriptor."""
 _LOOK_S = 5.0
 _FLUSH_S = 2.0
 
@@ -71,7 +71,7 @@ class Host(Protocol):
     steered: dict[bytes, Connection]
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Any thread may call it."""
+        """Call ``call`` on the loop. Any thread."""
         ...
 
     def dropped(self, listener: Listener, reason: str) -> None: ...
@@ -79,14 +79,14 @@ class Host(Protocol):
     def greeted(self, one: Connection) -> None: ...
 
     def closed(self, one: Connection) -> None:
-        """:attr:`Connection.lingers` may still be true."""
+        """Note that a connection has ended, though it may still linger."""
         ...
 
     def retired(self, one: Connection) -> None: ...
 
 
 class Connection(asyncio.BufferedProtocol):
-    """All methods run on the loop."""
+    """One client's socket. All methods run on the loop."""
 
     def __init__(self, host: Host, listener: Listener, sock: socket.socket) -> None:
         self._host = host
@@ -114,7 +114,7 @@ class Connection(asyncio.BufferedProtocol):
         self._asked_at = time.monotonic()
         self._call_s = _CALL_S
         self._timers: list[asyncio.TimerHandle] = []
-        """Cancelled at the end: a timer must not keep a closed connection in memory."""
+        """Timers to cancel at the end: one would keep a closed connection in memory."""
 
     # ---- asyncio's calls -------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Connection(asyncio.BufferedProtocol):
         self._end_turn()
 
     def _works_on(self) -> bool:
-        """Do a piece of the open question, or of the next message. False where there is neither."""
+        """Do a piece of the open question, or of the next message. False if there is neither."""
         if self._work is None:
             message = None if self._closed else self._inbox.next()
             if message is None:
@@ -211,7 +211,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turn()
 
     def _turn_again(self) -> None:
-        """Read no more before this work is done."""
+        """Schedule another turn, and stop reading until this work is done."""
         if not self._turning:
             self._turning = True
             if not self._closed:
@@ -267,13 +267,13 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
 
     def finish(self) -> None:
-        """End when no chunk is being sent or received."""
+        """End as soon as no question is open and no chunk is on its way."""
         self._finishing = True
         if not self.busy:
             self.close()
 
     def close(self) -> None:
-        """End when all that is written has been sent, or cannot be sent."""
+        """End when all written bytes have been sent, or cannot be sent within two seconds."""
         self._closed = True
         self._transport.close()
         self._timers.append(self._host.loop.call_later(_FLUSH_S, self._transport.abort))
@@ -289,7 +289,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def busy(self) -> bool:
-        """A chunk is on its way, or a question is being worked on."""
+        """Whether a question is open or a chunk is on its way."""
         return self._work is not None or self._streams
 
     @property
@@ -334,7 +334,7 @@ class Connection(asyncio.BufferedProtocol):
             self._ask_for_size_class(hello, proof)
 
     def _join(self, ticket: bytes, proof: bytes) -> None:
-        """A worker of this host asks who the server is, or for the pool of its engine."""
+        """Answer a worker of this host: who the server is, or the pool of its engine."""
         if not ticket:
             self._send(wire.Welcome(0, 0, [], 0, proof, server=self._host.name))
         elif (engine := self._host.steered.get(ticket)) is None:
@@ -353,11 +353,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def workers(self) -> int:
-        """Workers on this host that may have the pool mapped, of an engine that steers."""
+        """Number of a steering engine's workers on this host that may have the pool mapped."""
         return self._witnesses.open
 
     def let_in(self, sock: socket.socket, proof: bytes) -> None:
-        """A worker of this engine joins on this socket. Raises OSError and WireError."""
+        """Give the pool to a worker of this engine on its socket. Raises OSError and WireError."""
         assert self._size_class is not None
         pool = self._size_class.store.pool
         welcome = wire.Welcome(pool.slots, pool.slot_bytes, [], 0, proof, server=self._host.name)
@@ -469,7 +469,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def lingers(self) -> bool:
-        """Processes of the engine may still map the pool, or its leases have not all ended."""
+        """Whether processes of the engine may still map the pool, or leases have yet to end."""
         return self._session is not None
 
     def let_go(self) -> None:

@@ -38,13 +38,13 @@ _OURS = {
 
 class ServerExtension:
     def beside(self, server: Server) -> AbstractAsyncContextManager[None]:
-        """Entered on the server's loop before engines are let in, left when the server has ended.
-        Nothing in it may hold the loop for longer than a millisecond."""
+        """Return a context that is entered on the server's loop before engines are let in, and left
+        when the server has ended. Nothing in it may hold the loop for longer than a millisecond."""
         raise NotImplementedError
 
 
 def server_extensions(config: Any) -> list[ServerExtension]:
-    """Extensions that a configuration asks for. Raises ConfigError, also where one fails."""
+    """Make the extensions that a configuration asks for. Raises ConfigError, also if one fails."""
     points = [EntryPoint(name, where, GROUP) for name, where in _OURS.items()]
     points += sorted(entry_points(group=GROUP), key=lambda point: point.name)
     made = (_made(point, config) for point in points)
@@ -66,11 +66,11 @@ def _made(point: EntryPoint, config: Any) -> ServerExtension | None:
 
 _LOOK_S = 3.0
 _QUESTIONS = 8
-"""Several machines may have failed, and a question goes to one of them."""
+"""Most questions of a look: several machines may have failed, and each question goes to one."""
 
 
 async def noticing_recovery(server: Server) -> None:
-    """Until cancelled, on the tiers' own lanes, one look at a time."""
+    """Look at tiers with faults, until cancelled: on the tier's lane, one look at a time."""
     looking: set[int] = set()
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -85,7 +85,7 @@ async def noticing_recovery(server: Server) -> None:
 
 
 def _ask(tier: Tier, done: Callable[[], object]) -> None:
-    """Ask for chunks that nobody has. A machine that is left alone is not asked before its time."""
+    """Ask a tier for chunks that do not exist. A machine that is left alone is not asked early."""
     try:
         for _ in range(_QUESTIONS):
             tier.find([ChunkKey(secrets.token_bytes(KEY_BYTES))])
@@ -97,7 +97,7 @@ def _ask(tier: Tier, done: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def running(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Tasks of these works, which end with the context."""
+    """Run these coroutines as tasks, and cancel them at the end of the context."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         yield

@@ -27,7 +27,7 @@ _LISTS = ("block_hashes", "token_ids", "extra_keys")
 _NIL = 0xC0
 _ARRAYS, _MAPS = (0xDC, 0xDD), (0xDE, 0xDF)
 
-# # Bytes of a msgpack value by its first byte. 0: the length follows from the bytes behind it.
+# Bytes of a msgpack value by its first byte. 0: the length follows from the bytes behind it.
 _LENGTHS = bytearray(256)
 for _kind in (*range(0x80), 0xC0, 0xC2, 0xC3, *range(0xE0, 0x100)):
     _LENGTHS[_kind] = 1

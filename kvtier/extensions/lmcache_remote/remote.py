@@ -58,7 +58,7 @@ class KVTierRemote(RemoteConnector):
         self._cache_server = cache_server
         self._fingerprint = fingerprint
         self._timeout_s = timeout_s
-        # # A lane of their own: a lookup never queues behind copies.
+        # A lane of their own: a lookup never queues behind copies.
         self._finds = Lane("lmcache-find", 1, urgent_bound=0, bound=_FINDS_QUEUED)
         self._moves = Lane(
             "lmcache-move", _MOVE_THREADS, urgent_bound=_BATCHES_QUEUED, bound=_BATCHES_QUEUED

@@ -55,7 +55,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
             return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
         if not self._has(keys[0]):
             return 0
-        # # The first `held` chunks are all there, the first `missing` are not.
+        # The first `held` chunks are all there, the first `missing` are not.
         held, missing = 1, len(keys) + 1
         while missing - held > 1:
             middle = (held + missing) // 2

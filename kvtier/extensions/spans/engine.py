@@ -420,7 +420,7 @@ class Spans(Extension):
             for lease in pending.leases:
                 lease.close()
             if pending.order is not None and not pending.copied:
-                # # All ranks have copied: now they compute in the same step.
+                # All ranks have copied: now they compute in the same step.
                 if pending.failed:
                     pending.order.runs = []
                 pending.leases, pending.copied, pending.done, pending.failed = [], True, 0, 0

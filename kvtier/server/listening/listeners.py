@@ -22,13 +22,13 @@ from kvtier.core.secret_files import make_folder, refuse_shared_folder
 logger = logging.getLogger("kvtier.server")
 
 _WATCHDOG_TELLS = 3
-"""The service manager gives up when it hears nothing for one watchdog time."""
+"""Reports within a watchdog time. The service manager gives up after one without any."""
 _FIRST_FD = 3
 
 
 def passed_socket(env: Mapping[str, str], path: str) -> socket.socket | None:
-    """The listening Unix socket of ``path`` that the service manager gave to this process, not
-    blocking, or None. Taken only once."""
+    """Take the listening Unix socket of ``path`` that the service manager gave to this process, not
+    blocking. None if there is none, or it was taken before."""
     if env.get("LISTEN_PID") != str(os.getpid()):
         return None
     count = env.get("LISTEN_FDS", "")
@@ -43,8 +43,8 @@ def passed_socket(env: Mapping[str, str], path: str) -> socket.socket | None:
 
 
 class Notifier:
-    """Without a service manager nothing is sent. ``env``: the environment, where the manager names
-    its socket (``NOTIFY_SOCKET``) and its watchdog time in microseconds (``WATCHDOG_USEC``)."""
+    """Reports to a service manager, if there is one. ``env``: the environment, where the manager
+    names its socket (``NOTIFY_SOCKET``) and watchdog time in microseconds (``WATCHDOG_USEC``)."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         path = env.get("NOTIFY_SOCKET", "")
@@ -87,7 +87,7 @@ _BACKLOG_CONNECTIONS = 128
 
 
 class Listener(NamedTuple):
-    """Not blocking. ``needs_token``: clients must prove that they have the token."""
+    """A listening socket that does not block. ``needs_token``: clients must prove their token."""
 
     socket: socket.socket
     address: Address
@@ -101,7 +101,7 @@ class Listener(NamedTuple):
 
 
 def listen_unix(address: Address) -> Listener:
-    """A socket file of mode 0600, which replaces a stale one.
+    """Listen at a socket file of mode 0600, which replaces a stale one.
 
     Its folder must belong to this user or to root, and no other user may write to it, as in /tmp. A
     missing folder is made with mode 0700. Raises ConfigError for an unsafe folder, and when another
@@ -151,7 +151,7 @@ def listen_tcp(
     insecure: bool = False,
     unencrypted: bool = False,
 ) -> Listener:
-    """``token``: the server has one, which clients must know.
+    """Listen at a port. ``token``: whether the server has a token, which clients must know.
 
     Raises ConfigError where any client could come in: without a token and without client
     certificates, unless the address is loopback and ``insecure`` is given; and where traffic could
@@ -180,7 +180,8 @@ def listen_tcp(
 
 
 def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLContext:
-    """With ``ca``, clients must show a certificate that it signed. Raises ConfigError."""
+    """Make a server's TLS. With ``ca``, clients must show a certificate of it. Raises
+    ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -196,7 +197,7 @@ def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLCont
 
 
 def _remove_stale(path: Path) -> None:
-    """Raises ConfigError where somebody listens at the file, or where it is no socket."""
+    """Remove a stale socket file. Raises ConfigError if it is in use, or no socket."""
     if not path.exists():
         return
     if not path.is_socket():

@@ -28,27 +28,28 @@ from kvtier.core.secret_files import peer_pid
 
 _NETWORK_BITS = 64
 STRANGERS_S = 0.002
-"""Between two connections of a port that other hosts or users reach. Each takes a quarter of a
-millisecond of the loop, whatever comes of it. Those that come meanwhile wait in the kernel."""
+"""Pause between two connections of a port that other hosts or users reach. Each takes a quarter of
+a millisecond of the loop, whatever comes of it. Those that come meanwhile wait in the kernel."""
 _PAUSE_S = 0.1
-"""After an accept that failed: for example, no file descriptor was left."""
+"""Pause after an accept that failed, for example because no file descriptor was left."""
 PLACES = 64
 ONE_HOSTS_PLACES = 16
-"""Of one address, or one IPv6 network of 64 bits: a host has as many addresses as it likes."""
+"""Places of one IPv4 address or IPv6 network of 64 bits: a host has any number of addresses in
+it."""
 _HANDSHAKE_S = 4.0
-"""For TLS, with its waiting."""
+"""Longest TLS handshake, its wait for a turn included."""
 _REST_FACTOR = 9
-"""Times as long as the handshakes before."""
+"""Length of a pause in lengths of the handshakes before it."""
 _ANSWER_S = 0.005
-"""From one turn to the next at least. Meanwhile the loop answers the client, and its cost shows."""
+"""Least pause between two turns, in which the loop answers the client, and the cost shows."""
 _MOST_WAITING_BYTES = 32 << 10
-"""Before its turn. A first message has at most 16 KiB."""
+"""Most bytes that a client sends before its turn. A first message has at most 16 KiB."""
 Work = Callable[[], object]
 T = TypeVar("T")
 
 
 def client_of(transport: asyncio.BaseTransport, sock: socket.socket) -> str:
-    """A name that the client cannot choose: its certificate's, else its address, and on a Unix
+    """Name the client by what it cannot choose: its certificate, else its address, and on a Unix
     socket its process."""
     if sock.family == socket.AF_UNIX:
         return f"process {peer_pid(sock)}"
@@ -61,7 +62,7 @@ def client_of(transport: asyncio.BaseTransport, sock: socket.socket) -> str:
 
 
 def origin_of(address: str) -> str:
-    """The part of an address that one host cannot choose."""
+    """Return the part of an address that one host cannot choose."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -79,8 +80,8 @@ async def accepted(
     failed: Callable[[OSError], object] = lambda _: None,
     pause_s: float = STRANGERS_S,
 ) -> AsyncIterator[tuple[socket.socket, Any]]:
-    """Each connection with its address, until the task is cancelled. ``failed`` is told why one
-    could not be accepted: no descriptors are left, which one listener of a server tells."""
+    """Accept connections until the task is cancelled: socket and address of each. ``failed`` is
+    told why one could not be accepted, such as that no descriptors are left."""
     while True:
         try:
             connection = await loop.sock_accept(listening)
@@ -89,12 +90,12 @@ async def accepted(
             await asyncio.sleep(_PAUSE_S)
             continue
         yield connection
-        # sock_accept does not let others run while clients are queued
+        # sock_accept does not yield to the loop while clients are queued
         await asyncio.sleep(pause_s)
 
 
 class Handshakes(Generic[T]):
-    """By address, the oldest first. Not thread-safe."""
+    """Connections that have not said who they are, oldest first. Not thread-safe."""
 
     def __init__(self, places: int = PLACES, places_of_one: int = ONE_HOSTS_PLACES) -> None:
         self._places = places
@@ -105,7 +106,7 @@ class Handshakes(Generic[T]):
         return one in self._under_way
 
     def enter(self, one: T, address: str) -> T | None:
-        """Returns the connection that must leave for ``one``, or None."""
+        """Give ``one`` a place. Returns the connection that must leave for it, or None."""
         origin = origin_of(address)
         counts = Counter(self._under_way.values())
         if counts[origin] >= self._places_of_one:
@@ -118,7 +119,7 @@ class Handshakes(Generic[T]):
         return leaves
 
     def leave(self, one: T) -> None:
-        """No effect the second time."""
+        """Free the place. Without effect the second time."""
         self._under_way.pop(one, None)
 
     def _oldest(self, origin: str) -> T:
@@ -128,14 +129,14 @@ class Handshakes(Generic[T]):
 
 
 class Turns:
-    """Of one port, for the thread of its ``loop``. ``cpu``: processor seconds of this thread."""
+    """Turns of one port's handshakes, on ``loop``. ``cpu``: processor seconds of this thread."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, cpu: Callable[[], float] = time.thread_time
     ) -> None:
         self.loop, self._cpu = loop, cpu
         self._waiting: dict[str, list[Work]] = {}
-        """By address. The address that had no turn for longest comes first."""
+        """Waiting handshakes by address. The address that had no turn for longest comes first."""
         self._spent_s = 0.0
         self._rests = False
         charge = self.charge
@@ -192,7 +193,7 @@ class Turns:
     async def _readable(
         self, sock: socket.socket, least_bytes: int, waiting: asyncio.Future[bool]
     ) -> bool:
-        """False: ``waiting`` ended before so many bytes had come, or the client had left."""
+        """Wait for ``least_bytes`` or the client's end. False if ``waiting`` ends before that."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
         self.loop.add_reader(sock, _end, waiting, True)
         try:
@@ -207,7 +208,7 @@ class Turns:
             self._next()
 
     def leave(self, origin: str, work: Work) -> None:
-        """No effect after its turn."""
+        """Stop waiting for a turn. Without effect after it."""
         works = self._waiting.get(origin, [])
         if work in works:
             works.remove(work)
@@ -215,7 +216,7 @@ class Turns:
             self._waiting.pop(origin, None)
 
     def charge(self, work: Work) -> None:
-        """The turns after ``work`` come later by what it took."""
+        """Do ``work``, and delay the next turns in proportion to its time."""
         begun = self._cpu()
         try:
             work()
@@ -248,9 +249,9 @@ _KEPT_TEXTS = 64
 
 
 class LogLimit(logging.Filter):
-    """Passes at most ``lines`` records in ``seconds``, each cut to ``letters`` and without a
-    traceback, and of equal ones one in ``again_s``. A record after an omission says how many were
-    left out. Any thread."""
+    """Filter that passes at most ``lines`` records in ``seconds``, each cut to ``letters`` and
+    without a traceback, and of equal ones one in ``again_s``. A record after an omission says how
+    many were left out. Any thread."""
 
     def __init__(
         self,
