@@ -25,8 +25,8 @@ _CONNECT_S = 2.0
 """Longest time to connect to any address of a host; as long for TLS, and for the Challenge. The
 system bounds the look-up of a name."""
 _WELCOME_S = 15.0
-"""Longest wait for a Welcome. A server that opens a large NVMe tier takes longer: a later attempt
-finds it open."""
+"""Longest wait for a Welcome. If a large NVMe tier takes longer to open, a later attempt finds
+it."""
 _ATTACH_DESCRIPTORS = 2
 _Greeting = wire.Challenge | wire.Welcome | wire.Refused
 PLAIN = (

@@ -89,8 +89,7 @@ _ANNOUNCED_CHUNKS, _SENT_CHUNKS = 8192, 32
 
 
 class Heard:
-    """A server's changes, as :class:`kvtier.api.Watched`. Its owner's lock guards a connection's
-    part.
+    """A server's changes, as a :class:`kvtier.api.Watched`. Its owner's lock guards some fields.
 
     ``hear`` reads the changes that have come, and asks again when :meth:`is_due`. ``where`` asks
     for the places of the leading chunks that are held."""

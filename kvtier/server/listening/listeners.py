@@ -180,8 +180,7 @@ def listen_tcp(
 
 
 def server_tls(certificate: str, key: str, ca: str | None = None) -> ssl.SSLContext:
-    """Make a server's TLS. With ``ca``, clients must show a certificate of it. Raises
-    ConfigError."""
+    """Make a server's TLS. ``ca``: clients must show a certificate of it. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:

@@ -34,8 +34,7 @@ _PAUSE_S = 0.1
 """Pause after an accept that failed, for example because no file descriptor was left."""
 PLACES = 64
 ONE_HOSTS_PLACES = 16
-"""Places of one IPv4 address or IPv6 network of 64 bits: a host has any number of addresses in
-it."""
+"""Places of one IPv4 address or IPv6 network of 64 bits: a host may have all addresses of it."""
 _HANDSHAKE_S = 4.0
 """Longest TLS handshake, its wait for a turn included."""
 _REST_FACTOR = 9
