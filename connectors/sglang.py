@@ -1,5 +1,5 @@
-"""The module that ``module_path`` names in the extra configuration of SGLang's HiCache. The class
-is in an extension, which is imported when SGLang asks for it."""
+"""Module that ``module_path`` names in the extra configuration of SGLang's HiCache. The class is in
+an extension, which is imported when SGLang asks for it."""
 
 from __future__ import annotations
 

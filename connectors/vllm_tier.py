@@ -1,4 +1,4 @@
-"""The module that ``module_path`` names in an entry of ``secondary_tiers`` of vLLM's own
+"""Module that ``module_path`` names in an entry of ``secondary_tiers`` of vLLM's own
 OffloadingConnector. The class is in an extension (kvtier/extensions/vllm_tier/README.md), which is
 imported when vLLM asks for it. A vLLM that was not tested is refused, in words."""
 
@@ -11,8 +11,9 @@ from kvtier.connectors.vllm.versions import running
 from kvtier.core.errors import ConfigError
 
 TESTED = ("0.32", "0.33")
-"""Between them only what this tier does not use differs: 0.33 may poll a tier from another thread
-where the tier says so (this one does not), and asks for labels of an info metric (it has none)."""
+"""Releases of vLLM that this tier is tested with. They differ only in what it does not use: 0.33
+may poll a tier from another thread where the tier says so (this one does not), and asks for labels
+of an info metric (it has none)."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""Where LMCache's configuration finds kvtier (:mod:`kvtier.extensions.lmcache_remote`)."""
+"""Module path of kvtier in LMCache's configuration (:mod:`kvtier.extensions.lmcache_remote`)."""

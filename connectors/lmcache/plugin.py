@@ -1,5 +1,5 @@
-"""The module that ``module_path`` names in LMCache's configuration. The class is in an extension,
-which is imported when LMCache asks for it."""
+"""Module that ``module_path`` names in LMCache's configuration. The class is in an extension, which
+is imported when LMCache asks for it."""
 
 from __future__ import annotations
 

@@ -31,10 +31,11 @@ LMCACHE = "LMCacheConnectorV1"
 """LMCache's connector, which kvtier replaces where ``KVTIER_REPLACE_LMCACHE`` says so."""
 
 LOAD_EVERY_HIT = "load_every_hit"
-"""An entry of ``kv_connector_extra_config`` for benchmarks and tests. ``True``: every hit is
-loaded, even where computing it would be sooner."""
+"""Key of ``kv_connector_extra_config`` for benchmarks and tests. With ``True`` every hit is loaded,
+even where computing it would be sooner."""
 EXTENSIONS = "extensions"
-"""Another such entry: the keys of other packages' extensions (:mod:`.extensions.installed`)."""
+"""Key of ``kv_connector_extra_config`` with other packages' extensions
+(:mod:`.extensions.installed`)."""
 
 # Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")

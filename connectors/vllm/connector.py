@@ -85,7 +85,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         layout.refuse_hosts(parallel, self._config.server, spans=self._config.engine.spans)
         self._hosts = layout.HostsOf.of(parallel)
         self._own_host: OwnHost | None = None
-        """Only in a worker of an engine over several hosts."""
+        """Access to the server on this host. Only in a worker of an engine over several hosts."""
         self._kept = layout.kept(
             kv_cache_config, with_groups=_WITH_GROUPS, sharing=layout.ContextRanks.of(parallel)
         )
@@ -97,7 +97,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._config.engine.chunk_tokens, self._kept, is_default=untouched
         )
         self._worker: WorkerHalf | None = None
-        """Only in a worker, once its KV caches are registered."""
+        """Half of a worker, once its KV caches are registered."""
         self._starting = StartingHalf(layout.places(parallel))
         self._scheduler: SchedulerHalf | IdleHalf = self._starting
         self._figures: Figures | None = None
@@ -111,13 +111,13 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Saves are best-effort: a save that is dropped is a later miss."""
+        """Whether saves must arrive. False: a save that is dropped is a later miss."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Any layout will do. vLLM asks before it forms KV cache groups, so models whose recurrent
-        state cannot be kept are refused here, by name."""
+        """Return None: any layout will do. vLLM asks before it forms KV cache groups, so models
+        whose recurrent state cannot be kept are refused here, by name."""
         layout.refuse_recurrent(vllm_config, with_groups=_WITH_GROUPS)
         return None
 
@@ -149,8 +149,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return self._worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's layout. A MultiConnector passes what one of its connectors says to all of
-        them: there each rank's layout comes with the report of a first step."""
+        """Return this rank's layout. A MultiConnector passes what one of its connectors says to all
+        of them: there each rank's layout comes with the report of a first step."""
         among_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         return None if among_others else self._own_layout()
 
@@ -165,7 +165,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return replace(told, why_no_prefixes=why, description=described, server=server)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """A step begins. vLLM before 0.32 names preempted requests instead, if there are any."""
+        """Begin a step. vLLM before 0.32 names preempted requests instead, if there are any."""
         if isinstance(kv_connector_metadata, StepMetadata):
             self._half.open(self._own_part(kv_connector_metadata))
 
@@ -182,7 +182,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._half.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads go into blocks with which no step computes."""
+        """Wait for nothing: loads go into blocks with which no step computes."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -193,7 +193,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         self._half.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """For vLLM before 0.32. See :meth:`get_transfer_results`."""
+        """Return ended loads to a vLLM before 0.32. See :meth:`get_transfer_results`."""
         return None, self._half.transfers()[0]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -203,7 +203,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Block ids of failed loads that vLLM cannot be told by name, and the rest of cut ones."""
+        """Return blocks of failed loads without a name for vLLM, and those that cut loads left."""
         bad, left = self._half.failed_blocks()
         return left if _NAMES_FAILED_LOADS else bad | left
 
@@ -228,7 +228,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def _begin(
         self, ranks: dict[tuple[int, int], RankLayout], *, among_others: bool = False
     ) -> None:
-        """``among_others``: a MultiConnector's engine may end a request whose load was cut."""
+        """Make the store and the scheduler's half. ``among_others``: a MultiConnector's engine may
+        end a request whose load was cut."""
         whys = {why_no_prefixes(self._vllm_config, self._kv_cache_config)}
         whys |= {rank.why_no_prefixes for rank in ranks.values()}
         if why := max(whys):
@@ -336,7 +337,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def _extensions(
         self, tools: Tools, duty: Duty, ranks: dict[tuple[int, int], RankLayout]
     ) -> tuple[Extension, ...]:
-        """Raises ConfigError for another package's that cannot be made."""
+        """Make the extensions. Raises ConfigError for another package's that cannot be made."""
         from kvtier.connectors.vllm.extension import EngineFacts
         from kvtier.connectors.vllm.extensions.installed import installed, shipped
 
@@ -356,7 +357,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return (*shipped(tools, facts), *others)
 
     def _opened(self, started: Started, chunks: ChunkLayout) -> KVStore:
-        """Raises ConfigError or TierError for a fault that waiting does not repair."""
+        """Open the store. Raises ConfigError or TierError for what waiting does not repair."""
         from kvtier.assemble import assemble
         from kvtier.autoconfig.start import compute_for_engine
         from kvtier.tiers.nvme.in_use import wait_until_free
@@ -389,13 +390,14 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """False: a hit begins where all groups end in vLLM's own cache. With True vLLM would tell
-        where full attention ends, and earlier parts of a window or state could not be loaded."""
+        """Whether groups' hits may begin apart. False: a hit begins where all groups end in vLLM's
+        own cache. Else vLLM would tell where full attention ends, and earlier parts of a window or
+        state could not be loaded."""
         return False
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """Groups that are not kept need nothing: vLLM computes a replayed window again, and a hit
-        ends where a ring is empty."""
+        """Return all kept groups. Others need nothing: vLLM computes a replayed window again, and a
+        hit ends where a ring is empty."""
         return tuple(group.number for group in self._kept.groups)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -412,7 +414,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
                 self._begin_late()
 
     def _begin_late(self) -> None:
-        """An error turns the cache off and ends no request, because the engine runs already."""
+        """Make the store after a first step. An error turns the cache off and ends no request."""
         try:
             self._begin(self._starting.layouts, among_others=True)
         except KVTierError as error:
@@ -435,8 +437,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return versions.hit_sources(self._scheduler.sources(request))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both halves after every step, or the scheduler's half only after a worker gave
-        some: a worker gives an empty one then."""
+        """Return counts. vLLM asks both halves after every step, or the scheduler's half only after
+        a worker gave some: a worker gives an empty one then."""
         counts: dict[str, float] = dict(self._scheduler.counts())
         if self._figures is not None:
             counts |= self._figures.new()
@@ -474,8 +476,8 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         tell(self._config.remarks)
 
     def _planned(self) -> tuple[Config, Prefill]:
-        """The configuration with auto-config's values, and an estimate of the prefill speed until
-        the engine's own steps are known. A server's tiers are not planned."""
+        """Return the configuration with auto-config's values, and an estimate of the prefill speed
+        until the engine's own steps are known. A server's tiers are not planned."""
         from kvtier.autoconfig.start import plan_for_engine, prefill_for_engine, settled
         from kvtier.load_policy.prefill import Certainty, Prefill
 

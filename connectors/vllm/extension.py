@@ -30,29 +30,29 @@ class Duty(NamedTuple):
     saves: bool = True
     save_decode: bool = True
     answer_tokens: int = 1
-    """Most tokens of an answer that a step computes: one, and drafts."""
+    """Most tokens of an answer that one step computes: one, and drafts."""
     shares_blocks: bool = True
-    """vLLM's own prefix cache is on, so what one request has loaded is there for others."""
+    """Whether vLLM's own prefix cache is on: what one request has loaded is there for others."""
     blocks: int | None = None
-    """Of the engine. None: so many that it does not matter."""
+    """Number of the engine's blocks, None for so many that it does not matter."""
     in_flight: int = 0
     """Most tokens that the steps in flight compute."""
     steps_alone: bool = False
-    """No rank of data parallelism, for which other engines wait."""
+    """Whether no other rank of data parallelism waits for this engine's steps."""
     hit_unit: int = 0
-    """Hits may end at multiples of this within a block, in tokens. 0: they end with blocks."""
+    """Unit in tokens of the ends that hits may have within a block. 0: they end with blocks."""
     in_parts: bool = False
-    """vLLM keeps what had arrived of a load that was cut."""
+    """Whether vLLM keeps the blocks that had arrived of a load that was cut."""
 
 
 class Tools(NamedTuple):
     store: KVStore
     layout: ChunkLayout
-    """Makes the keys of chunks, as long as the model has its first weights."""
+    """Maker of chunks' keys, as long as the model has its first weights."""
     geometry: Geometry
     jobs: Jobs
     load_policy: LoadPolicy
-    """Has the clock, in monotonic seconds."""
+    """Policy with the clock, in monotonic seconds."""
 
 
 class EngineFacts(NamedTuple):
@@ -69,37 +69,38 @@ class Live(NamedTuple):
     prompts: Mapping[str, Prompt]
     running: Running
     answer: Callable[[Prompt, Sequence[str], int], None]
-    """Tells all extensions and the store what came of a request: see :meth:`Extension.answered`."""
+    """Function that tells all extensions and the store what came of a request: see
+    :meth:`Extension.answered`."""
 
 
 class Extension:
     """Base of all extensions. A request's hooks come in this order."""
 
     def join(self, live: Live) -> None:
-        """The scheduler's half is there, and has told nothing yet."""
+        """Keep ``live``. The scheduler's half is made, and has told nothing yet."""
 
     # ---- a request -------------------------------------------------------------------------------
 
     def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
-        """Comes before vLLM asks any cache for the request. ``named`` makes its record early."""
+        """A request came, before vLLM asks any cache for it. ``named`` makes its record early."""
 
     def asked(self, prompt: Prompt, keys: Sequence[ChunkKey]) -> None:
-        """Comes again while chunks are on their way up. ``keys``: of the request's whole chunks."""
+        """vLLM asks for a hit, perhaps again. ``keys``: those of the request's whole chunks."""
 
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool
     ) -> int | None:
-        """Tokens beyond the first ``computed`` that the extension can load. None: vLLM shall ask
-        again. 0: the next extension is asked, then the store. ``busy``: others are computed."""
+        """Return the tokens beyond the first ``computed`` that the extension can load. None lets
+        vLLM ask again. 0 leaves it to the next one, or the store. ``busy``: others are computed."""
         return 0
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
-        """Promised ``tokens`` are to be loaded into the blocks. True: the extension loads them."""
+        """Promised ``tokens`` are to be loaded into the blocks. Returns whether it does that."""
         return False
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
         """vLLM has taken the store's answer: ``tokens`` are loaded, each piece from its place in
-        ``places``. The record says what was declined and why no more is there."""
+        ``places``. The prompt's record says what was declined and why no more is there."""
 
     def saving(
         self, prompt: Prompt, saved: int, computed: int, pieces: Mapping[ChunkKey, Piece]
@@ -113,13 +114,13 @@ class Extension:
         """Give back what the extension has claimed for the request."""
 
     def finished(self, prompt: Prompt, *, saving: bool) -> dict[str, Any] | None:
-        """Comes after :meth:`drop`. ``saving``: a job is under way, and :meth:`ended` comes.
-        Returns what the answer's ``kv_transfer_params`` say."""
+        """The request has ended, after :meth:`drop`. ``saving``: a job is under way, and
+        :meth:`ended` comes. Returns the ``kv_transfer_params`` of the answer."""
 
     # ---- an engine -------------------------------------------------------------------------------
 
     def step(self, metadata: StepMetadata, loads: Sequence[BegunLoad]) -> None:
-        """A step is planned. ``metadata`` goes to the workers, with these loads among others."""
+        """A step is planned. ``metadata`` goes to the workers, with these loads among its jobs."""
 
     def report(self, report: StepReport) -> None:
         """All ranks have reported a step."""
@@ -139,7 +140,7 @@ class Extension:
 
 
 def overridden(extensions: Sequence[Extension]) -> dict[str, list[Callable[..., Any]]]:
-    """Each hook of those extensions that override it, in their order: no empty one is called."""
+    """Return each hook of the extensions that override it, in their order."""
     names = [name for name, hook in vars(Extension).items() if callable(hook) and name[0] != "_"]
     return {
         name: [

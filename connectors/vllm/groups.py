@@ -39,17 +39,17 @@ from kvtier.core.chunk import ChunkKey, PieceMask, piece_keys
 from kvtier.core.errors import LayoutError
 
 _KEEP_TOKENS = 2_048
-"""Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. What prompts share
+"""Distance in tokens (rounded up to whole chunks) of hits' ends within a prompt. Shared prefixes
 may end anywhere. Windows and states at every chunk would take more room than all else."""
 _ENDS_PART = 0.3
-"""Room for what is behind ends within a prompt, as a part of the anchors' room. Ends lie further
+"""Room for the pieces behind ends within a prompt, as a part of the anchors' room. Ends lie further
 apart where each takes more."""
 _ANSWER_CHUNKS = 4
-"""A model with tails keeps an answer's ends this many chunks apart, and looks for a hit at as many
-ends before the last known chunk."""
+"""Distance, in chunks, of an answer's ends that a model with tails keeps, and number of ends before
+the last known chunk at which it looks for a hit."""
 _LAST_ENDS = 2
 """Last ends of a prompt that are kept: its last chunk often has the question in it. Beside some
-drafts vLLM has a state at the last but one alone."""
+drafts vLLM has a state only at the end before the last."""
 _MOST_PIECES = 16
 _MOST_ENDS = 8
 
@@ -63,12 +63,12 @@ class Kind(Enum):
 
 
 _FULL, _WINDOW, _STATE, _TAIL = Kind.FULL, Kind.WINDOW, Kind.STATE, Kind.TAIL
-"""For what each lookup does: Python 3.11 takes 90 ns to find a member by its name."""
+"""Kinds that each lookup compares: Python 3.11 takes 90 ns to find a member by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """``span``: tokens of the window or tail, or of an attention chunk. Else 0."""
+    """Kept cache group. ``span``: tokens of the window, tail or attention chunk, else 0."""
 
     number: int
     kind: Kind
@@ -77,17 +77,17 @@ class Group:
 
     @property
     def is_at_ends(self) -> bool:
-        """Pieces are single blocks at the ends of chunks, and not stretches of tokens."""
+        """Whether pieces are single blocks at the ends of chunks, and not stretches of tokens."""
         return self.kind is _STATE or self.kind is _TAIL
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """Most blocks of a request, where the steps in flight compute ``in_flight`` tokens."""
+        """Return the most blocks of a request, if steps in flight compute ``in_flight`` tokens."""
         if self.kind is _FULL:
             return -(-tokens // self.block_tokens)
         return _in_window(tokens, self.span + in_flight, self.block_tokens)
 
     def first_needed(self, end: int) -> int:
-        """First token whose KV the position ``end`` needs."""
+        """Return the first token whose KV the position ``end`` needs."""
         if self.kind in (_WINDOW, _TAIL):
             return max(0, end - (self.span - 1))
         if self.kind is Kind.LOCAL:
@@ -97,8 +97,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Uncached:
-    """A window that is computed again behind a hit, or a ring: vLLM caches no prefixes of it.
-    ``span``: tokens of the window. ``blocks``: of each request, where that is fixed."""
+    """Group of which vLLM caches no prefixes: a window that is computed again behind a hit, or a
+    ring. ``span``: tokens of the window. ``blocks``: of each request, where that is fixed."""
 
     block_tokens: int
     span: int = 0
@@ -115,23 +115,23 @@ def _in_window(tokens: int, most: int, block_tokens: int) -> int:
 
 
 class Piece(NamedTuple):
-    """``number`` counts pieces of a group; for STATE the chunk at whose end it is; for TAIL the
-    blocks of all tails, see :meth:`Geometry.parts`."""
+    """Unit of one group that a slot holds. ``number`` counts pieces of a group; for STATE the chunk
+    at whose end it is; for TAIL the blocks of all tails, see :meth:`Geometry.parts`."""
 
     group: Group
     number: int
 
 
 class Run(NamedTuple):
-    """Pieces of a hit, in the order in which the store is asked for them."""
+    """Keys of a hit, in the order in which the store is asked for them."""
 
     keys: list[ChunkKey]
     start: int
-    """Leading keys that the engine has by itself, named only so that they stay hot."""
+    """Number of leading keys that the engine has by itself, named only so that they stay hot."""
     computed: int
-    """Tokens that the request has without it."""
+    """Tokens that the request has without the hit."""
     end: int
-    """Tokens that the request has with all of it."""
+    """Tokens that the request has with all of the hit."""
 
     @property
     def wanted(self) -> list[ChunkKey]:
@@ -144,7 +144,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The groups of one model. ``uncached`` ones take blocks and are not kept.
+    """Cache groups of one model. ``uncached`` ones take blocks and are not kept.
 
     Raises LayoutError where chunks are not whole blocks of every group, and for a tail that is
     longer than a chunk."""
@@ -170,18 +170,18 @@ class Geometry:
     # ---- sizes -----------------------------------------------------------------------------------
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
-        """Groups that are not kept count too."""
+        """Return the most blocks of a request, in groups that are not kept too."""
         every: tuple[Group | Uncached, ...] = (*self.groups, *self.uncached)
         return sum(group.most_blocks(tokens, in_flight) for group in every)
 
     @cached_property
     def block_tokens(self) -> int:
-        """Full attention's hits may end at every multiple of this: with a block of every group."""
+        """Unit of full attention's hits: with one, every group has whole blocks."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
     def piece_tokens(self) -> int:
-        """Short, so that a window, or a state as large as one block, wastes little of a piece."""
+        """Tokens of a piece: few, so that a window, or a state of one block, wastes little."""
         blocks = self.chunk_tokens // self.block_tokens
         shortest = min(
             (group.span - 1 for group in self.groups if group.kind is Kind.WINDOW),
@@ -210,7 +210,7 @@ class Geometry:
         return self._stretch_blocks.get(group.number, 1)
 
     def parts(self, group: Group) -> int:
-        """Pieces of each chunk that are kept. TAIL: the blocks of the last ``span - 1`` tokens."""
+        """Return a chunk's number of kept pieces. TAIL: blocks of the last ``span - 1`` tokens."""
         if group.kind is _STATE:
             return 1
         if group.kind is _TAIL:
@@ -228,7 +228,7 @@ class Geometry:
 
     @cached_property
     def anchors(self) -> tuple[Group, ...]:
-        """The groups of which every piece is kept."""
+        """Groups of which every piece is kept."""
         full = tuple(group for group in self.groups if group.kind is Kind.FULL)
         return full or tuple(group for group in self.groups if not group.is_at_ends)
 
@@ -250,19 +250,19 @@ class Geometry:
 
     @cached_property
     def is_simple(self) -> bool:
-        """One group of full attention: a chunk is one piece, and a hit may end with any block."""
+        """Whether full attention is the one group: pieces are chunks, hits end with any block."""
         return len(self.groups) == 1 and self.groups[0].kind is Kind.FULL
 
     @cached_property
     def is_gradual(self) -> bool:
-        """Only full attention: every leading part of a run can be used."""
+        """Whether all groups are full attention: every leading part of a run can be used."""
         return all(group.kind is Kind.FULL for group in self.groups)
 
     # ---- names -----------------------------------------------------------------------------------
 
     @cached_property
     def _masks(self) -> dict[tuple[int, int], PieceMask | None]:
-        """By group and the piece's place in the chunk. The first anchor's last piece has the
+        """Mask of the key by group and place in the chunk. The first anchor's last piece has the
         chunk's own key, so code that knows only chunks can find it."""
         masks: dict[tuple[int, int], PieceMask | None] = {
             (group.number, part): PieceMask(f"{group.number} {part}")
@@ -278,7 +278,7 @@ class Geometry:
         return keys[chunk] if mask is None else mask.key(keys[chunk])
 
     def begins_before(self, piece: Piece, end: int) -> bool:
-        """Whether a hit of ``end`` tokens, which may be shorter than its run, has a part of it."""
+        """Return whether a hit of ``end`` tokens, which may end in a chunk, has some of it."""
         return piece.group.is_at_ends or piece.number * self.piece_tokens < end
 
     # ---- runs ------------------------------------------------------------------------------------
@@ -288,11 +288,11 @@ class Geometry:
 
     @cached_property
     def _trunk(self) -> list[Piece]:
-        """The longest trunk that was asked for so far."""
+        """Pieces of the longest trunk that was asked for yet."""
         return []
 
     def trunk(self, first: int, chunks: int) -> list[Piece]:
-        """Pieces that the anchors must have of ``chunks`` chunks, from piece ``first`` on."""
+        """Return the anchors' pieces of ``chunks`` chunks, from piece number ``first`` on."""
         known, wide = self._trunk, len(self.anchors)
         for number in range(len(known) // wide, chunks * self.pieces_per_chunk):
             known.extend(Piece(group, number) for group in self.anchors)
@@ -311,7 +311,7 @@ class Geometry:
 
     @cached_property
     def _unmasked(self) -> int:
-        """Place of the chunk's own key among the keys that the anchors have of a chunk."""
+        """Place of the chunk's own key among the anchors' keys of a chunk."""
         return (self.pieces_per_chunk - 1) * len(self.anchors)
 
     @cached_property
@@ -324,11 +324,11 @@ class Geometry:
         return {place: mask for place, mask in enumerate(masks) if mask is not None}
 
     def tokens(self, first: int, pieces: int) -> int:
-        """Tokens that ``pieces`` leading pieces of the trunk give, from number ``first`` on."""
+        """Return the tokens up to the end of ``pieces`` trunk pieces from number ``first`` on."""
         return (first + pieces // len(self.anchors)) * self.piece_tokens
 
     def behind(self, end: int, computed: int = 0) -> list[Piece]:
-        """Pieces of groups beside the anchors for a hit of ``end`` tokens, a multiple of
+        """Return the pieces of groups beside the anchors for a hit of ``end`` tokens, a multiple of
         ``chunk_tokens``. The request has ``computed`` tokens by itself."""
         return self._pieces(self.others, end, computed)
 
@@ -379,7 +379,7 @@ class Geometry:
         return found
 
     def run(self, keys: Sequence[ChunkKey], computed: int, end: int) -> Run:
-        """The hit of ``end`` tokens for a request that has ``computed`` of them."""
+        """Return the run for a hit of ``end`` tokens of a request that has ``computed`` of them."""
         start = self.first(computed) * len(self.anchors)
         if self.is_gradual:
             return Run(self.trunk_keys(keys, len(keys)), start, computed, end)
@@ -404,7 +404,8 @@ class Geometry:
     # ---- ends ------------------------------------------------------------------------------------
 
     def last_end(self, tokens: int) -> int:
-        """Hits end with a block (full attention) or a chunk. One token at least is computed."""
+        """Return the longest possible hit: it ends with a block (full attention) or a chunk, and
+        one token at least is computed."""
         step = self.block_tokens if self.is_gradual else self.chunk_tokens
         return (tokens - 1) // step * step
 
@@ -420,9 +421,9 @@ class Geometry:
         return -(-max(_KEEP_TOKENS, room) // unit) * unit
 
     def is_kept(self, end: int, prompt_tokens: int, branches: Sequence[int] = ()) -> bool:
-        """Whether the pieces behind this end are worth their room: the last end of a prompt (the
-        last two with states or tails), every end of an answer (one in four with tails), where other
-        prompts branch off, and every :attr:`keep_tokens` (with tails not near the last)."""
+        """Return whether the pieces behind this end are worth their room: the last end of a prompt
+        (the last two with states or tails), every end of an answer (one in four with tails), where
+        other prompts branch off, and every :attr:`keep_tokens` (with tails not near the last)."""
         size = self.chunk_tokens
         last = (prompt_tokens - 1) // size * size
         is_near = self.has_tail and 0 < last - end < self.keep_tokens
@@ -437,14 +438,14 @@ class Geometry:
     def is_state_kept(
         self, end: int, begin: int, prompt_tokens: int, branches: Sequence[int] = ()
     ) -> bool:
-        """Within a prompt the first state at or behind each :attr:`keep_tokens` is kept, because
-        vLLM has states where steps end. ``begin``: of the step that ends here."""
+        """Return whether to keep the state of a step from ``begin`` to ``end``. Within a prompt:
+        the first at or behind each :attr:`keep_tokens`, because vLLM has states where steps end."""
         apart = self.keep_tokens
         return end // apart > begin // apart or self.is_kept(end, prompt_tokens, branches)
 
     def ends(self, most: int, known: int, computed: int) -> list[int]:
-        """Ends of hits after ``computed`` tokens, the longest first: ``most`` at the longest, then
-        ``known`` and some chunks before, then kept ends in a prompt. Ends of states may be any."""
+        """Return ends of hits after ``computed`` tokens, the longest first: ``most``, ``known`` and
+        some chunks before, then kept ends in a prompt. Those of states may be any."""
         step, size, last = self.keep_tokens, self.chunk_tokens, min(known, most)
         kept = range((last - 1) // step * step, 0, -step)
         near = range(last - size, 0, -size)
@@ -458,5 +459,5 @@ class SpanMove(NamedTuple):
     first: int
     tokens: int
     begin: int
-    """Position in the prompt. ``first``: in the slot."""
+    """Position in the prompt. ``first`` is the one in the slot."""
     distance: int

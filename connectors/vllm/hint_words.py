@@ -1,9 +1,8 @@
-"""The words of hints about a prompt's future in ``kv_transfer_params``, where :func:`of_request`
-finds them in the scheduler. Pure: it imports no vLLM.
+"""Words of hints about a prompt's future in ``kv_transfer_params``, where :func:`of_request` finds
+them in the scheduler. Pure: it imports no vLLM.
 
 Clients that send hints in other forms need the middleware (:mod:`kvtier.connectors.vllm.hints`).
-Bad and unknown hints are counted and have no effect.
-"""
+Bad and unknown hints are counted and have no effect."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from kvtier.eviction.hints import LONGEST_KEEP_S, NO_HINT, Hint, read, salt_name
 
 SESSION = "kvtier.session"
 OVER = "kvtier.over"
-"""True when the session ends with this request."""
+"""Word for the end of the session with this request: a truth value."""
 KEEP = "kvtier.keep_s"
-"""Seconds (or ``5m``) after its last use for which the prompt shall be kept."""
+"""Word for how long after its last use the prompt shall be kept: seconds, or ``5m``."""
 PRIORITY = "kvtier.priority"
 BAD = "kvtier.bad_hints"
-"""Hints of the request that the middleware could not read."""
+"""Word for the number of the request's hints that the middleware could not read."""
 KINDS = ("over", "keep", "priority", "bad")
 _PREFIX = "kvtier."
 _NO_HINT = "kvtier.cache"
@@ -34,14 +33,14 @@ _ACTIONS = {"kv.end": OVER, "kv.keep": KEEP, "kv.priority": PRIORITY}
 
 
 class Words:
-    """The first value of a word wins."""
+    """Values by word, of which the first one wins, and the number of bad ones."""
 
     def __init__(self) -> None:
         self.said: dict[str, Any] = {}
         self.bad = 0
 
     def say(self, word: str, value: Any) -> None:
-        """``value``: None means a bad one."""
+        """Add a value, or count a bad one (None)."""
         if value is None:
             self.bad += 1
         else:
@@ -63,10 +62,10 @@ def say_action(words: Words, kind: Any, payload: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class Said:
     session: str = ""
-    """A name of fixed length, different for each cache salt. Empty: none was given."""
+    """Name of fixed length, different for each cache salt. Empty if none was given."""
     hint: Hint = NO_HINT
     kinds: Sequence[str] = ()
-    """Entries of :data:`KINDS`, each as often as it was said."""
+    """Kinds of the hints, from :data:`KINDS`, each as often as it was said."""
 
 
 _NOTHING_SAID = Said()
@@ -109,7 +108,7 @@ def of_request(request: Any) -> Said:
 
 
 def seconds(value: Any) -> float | None:
-    """Seconds of ``300``, ``"300"``, ``"5m"`` or ``"1h"``: at most a day. None: no duration."""
+    """Return the seconds of ``300``, ``"300"``, ``"5m"`` or ``"1h"``: at most a day, or None."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value.strip())
         return min(float(match[1]) * _UNITS[match[2]], LONGEST_KEEP_S) if match else None

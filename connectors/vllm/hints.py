@@ -1,4 +1,4 @@
-"""``--middleware kvtier.connectors.vllm.hints.Middleware``, imported when vLLM asks for it."""
+"""Module of ``--middleware kvtier.connectors.vllm.hints.Middleware``, loaded when vLLM asks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The identity of an engine: what decides its KV bytes besides the layout. It is made in the
+"""Identity of an engine: what decides its KV bytes besides the layout. It is made in the
 scheduler's process.
 
 Equal identities must mean equal bytes. So everything that vLLM is configured with is part of it,
 but for what :mod:`kvtier.connectors.vllm.naming.fields` says does not decide, and why. Where it is
 unknown which weights run, the identity contains a random word. Such a cache serves this start of
-the engine and no other.
-"""
+the engine and no other."""
 
 from __future__ import annotations
 
@@ -49,11 +48,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _FORMAT = 3
-"""Version of the bytes in a slot and of what names them. Raise it when their meaning changes."""
+"""Version of a slot's bytes and of their names. Raise it when their meaning changes."""
 _OF_A_FOLDER = frozenset(("_name_or_path", "transformers_version"))
 """Fields of a model's configuration that say where it lies and which library wrote it down."""
 _DIGEST_WAIT_S = 120.0
-"""A first start with new weights waits this long for their digest once the engine is ready."""
+"""Longest wait of a ready engine for the digest of new weights at a first start."""
 FROM_FOLDER = (
     "auto",
     "hf",
@@ -73,7 +72,7 @@ _MOST_LEVELS = 12
 
 DIGESTS = FileDigests()
 _AT_LOAD: dict[Path, list[tuple[int | str, ...]]] = {}
-"""Files of each place when :func:`begin` saw them, where the same process asks."""
+"""Files of each place as :func:`begin` saw them, for the same process."""
 
 
 def begin(vllm_config: Any) -> None:
@@ -88,8 +87,8 @@ def begin(vllm_config: Any) -> None:
 
 
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
-    """The identity, as JSON, on purpose without ids of machine and process and names of local
-    folders. The log says once why an identity is of this start only."""
+    """Return the identity, as JSON, on purpose without ids of machine and process and names of
+    local folders. Logs once why an identity is of this start only."""
     versions = software()  # the import of vLLM sets variables
     walk = Walk()
     config = walk.of(vllm_config, "vllm_config")
@@ -126,18 +125,18 @@ def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> d
 
 
 def start_word(why: str) -> str:
-    """A random word that makes the keys valid for this start only. Logs why, once a call."""
+    """Return a random word that makes the keys valid for this start only. Logs why, once a call."""
     logger.warning("%s: what kvtier keeps is of use to this start of the engine only", why)
     return secrets.token_hex(16)
 
 
 def software() -> dict[str, str]:
-    """Versions of what computes: another one may have other bits in its results."""
+    """Return versions of what computes: another one may have other bits in its results."""
     return {"vllm": running()} | versions(("torch", "transformers"))
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
+    """Return the versions of the packages that are installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = dict[str, str]()
@@ -151,8 +150,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 class Walk:
-    """A configuration object's values. ``unknown``: ``section.field`` of fields that are in neither
-    table. ``unnamed``: why a value has no form that another start would have too."""
+    """Reader of a configuration object's values. ``unknown``: ``section.field`` of fields that are
+    in neither table. ``unnamed``: why a value has no form that another start would have too."""
 
     def __init__(self) -> None:
         self.unknown = list[str]()
@@ -182,7 +181,7 @@ class Walk:
             return value
 
     def plain(self, value: Any, place: str, depth: int = 0) -> Any:
-        """The value as JSON. ``place`` names it where it has no such form."""
+        """Return the value as JSON. ``place`` names it where it has no such form."""
         if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
             return value
         if isinstance(value, float):
@@ -242,7 +241,7 @@ def _fields(config: Any) -> list[tuple[str, Any]]:
 
 
 def _is_off(place: str, value: Any, config: Any, dtype: Any) -> bool:
-    """Whether a LoRA field changes nothing without an adapter: such engines share chunks."""
+    """Return whether a LoRA field changes nothing without an adapter: such engines share chunks."""
     if place == "vllm_config.lora_config":
         return value is None or _is_all_off(value, dtype)
     if not place.startswith("lora_config.") or not dataclasses.is_dataclass(config):
@@ -261,7 +260,7 @@ def _is_all_off(lora: Any, dtype: Any) -> bool:
 
 
 def without_folders(value: Any) -> Any:
-    """A model's configuration without its folders, also in those inside it (an EAGLE draft's)."""
+    """Return a model's configuration without folders, also inside it (an EAGLE draft's)."""
     if isinstance(value, Mapping):
         return {
             name: without_folders(inner)
@@ -272,7 +271,7 @@ def without_folders(value: Any) -> Any:
 
 
 def variables(families: Pattern[str], of_others: Pattern[str]) -> dict[str, str]:
-    """The environment's variables that decide, of these families."""
+    """Return the variables of ``families`` that decide, without ``of_others``."""
     return {
         name: value
         for name, value in sorted(environment().items())
@@ -290,7 +289,7 @@ def _models(vllm_config: Any) -> list[Any]:
 
 
 def _foreign_code(model: Any) -> str:
-    """Why the model's Python code is unknown. Empty: vLLM's own, or files of its folder."""
+    """Return why the model's Python code is unknown, "" for vLLM's own or its folder's."""
     if not getattr(model, "trust_remote_code", False):
         return ""
     told = getattr(model.hf_config, "auto_map", None) or {}
@@ -308,8 +307,8 @@ def _foreign_code(model: Any) -> str:
 def _weights(
     model: Any, load: Any, ranks: Mapping[tuple[int, int], RankLayout], whys: list[str]
 ) -> dict[str, Any]:
-    """Weights by the content of the files that vLLM reads and of all beside them. If not local, by
-    name and what every rank sees in the loaded model. ``whys`` gets why neither is known."""
+    """Return the weights by the content of the files that vLLM reads and of all beside them. If not
+    local, by name and what every rank sees in the loaded model. ``whys`` gets why not."""
     place = _folder(model, load)
     others = sorted({one for rank in ranks.values() for one in getattr(rank, "others", ())})
     if place is not None:
@@ -371,7 +370,7 @@ def _folder(model: Any, load: Any) -> Path | None:
 
 
 def local(name: str, revision: str | None) -> Path | None:
-    """A path, or the snapshot in the hub's cache. None: neither is there."""
+    """Return a path, or the snapshot in the hub's cache, or None if neither is there."""
     place = Path(name)
     if place.exists():
         return place

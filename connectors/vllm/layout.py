@@ -1,4 +1,4 @@
-"""vLLM's KV cache configuration as a ChunkLayout. Models that are not kept are refused by name."""
+"""Layout of chunks, from vLLM's KV cache configuration. Models not kept are refused by name."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class KeptGroups(NamedTuple):
 
 
 class ContextRanks(NamedTuple):
-    """``decode``: ranks that divide each block's tokens (DCP). ``prefill``: ranks that compute
-    parts of one prompt (PCP), which all have all KV without DCP."""
+    """Context parallelism. ``decode``: ranks that divide each block's tokens (DCP). ``prefill``:
+    ranks that compute parts of one prompt (PCP), which all have all KV without DCP."""
 
     decode: int = 1
     prefill: int = 1
@@ -54,8 +54,8 @@ UNSHARED = ContextRanks()
 
 
 def place(parallel: Any) -> tuple[int, int]:
-    """Pipeline stage, and rank in it: the name of this worker's layout. As in vLLM's handshake,
-    ranks whose KV is the same for PCP's sake have one name."""
+    """Return the name of this worker's layout: pipeline stage, and rank in it. As in vLLM's
+    handshake, ranks whose KV is the same for PCP's sake have one name."""
     tensor, sharing = parallel.tensor_parallel_size, ContextRanks.of(parallel)
     stage, rank = divmod(parallel.rank, tensor * sharing.prefill)
     return stage, rank % (tensor * sharing.prefill // sharing.copies)
@@ -74,7 +74,8 @@ def divided(parallel: Any) -> dict[str, Any]:
 def kept(
     kv_cache_config: Any, *, with_groups: bool, sharing: ContextRanks = UNSHARED
 ) -> KeptGroups:
-    """Raises LayoutError with what is not kept. ``with_groups``: :func:`.versions.keeps_groups`."""
+    """Return the groups that are kept. Raises LayoutError with what is not. ``with_groups``:
+    :func:`.versions.keeps_groups`."""
     if not with_groups and sharing != UNSHARED:
         raise LayoutError(
             f"decode_context_parallel_size={sharing.decode} and "
@@ -125,7 +126,7 @@ def _uncached(spec: Any) -> Uncached:
 
 
 def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
-    """Raises LayoutError: context parallelism has not been tried beside states."""
+    """Raise LayoutError for context parallelism beside states, which has not been tried."""
     unproven = {group.kind.value for group in groups} - {Kind.FULL.value, Kind.WINDOW.value}
     if unproven and sharing != UNSHARED:
         raise LayoutError(
@@ -136,8 +137,8 @@ def _refuse_unproven(groups: Sequence[Group], sharing: ContextRanks) -> None:
 
 
 def _with_tails(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """Latent attention's windows, and those of shorter blocks, are tails where they are shorter
-    than the longest block. A tail needs full attention beside it, by which the store is asked."""
+    """Turn latent attention's windows, and those of shorter blocks, into tails where they are
+    shorter than the longest block and beside full attention, by which the store is asked."""
     longest = math.lcm(*(group.block_tokens for group in groups))
     is_beside = any(group.kind is Kind.FULL for group in groups)
 
@@ -156,8 +157,8 @@ def specs_of(spec: Any) -> list[Any]:
 
 
 def _group(number: int, spec: Any, sharers: int) -> Group:
-    """``sharers``: ranks that divide a block's tokens. Raises LayoutError for a kind that is not
-    kept, and for layers of different kinds."""
+    """Return a cache group. ``sharers``: ranks that divide a block's tokens. Raises LayoutError for
+    a kind that is not kept, and for layers of different kinds."""
     each = specs_of(spec)
     kinds = {_kind(one) for one in each}
     if len(kinds) != 1:
@@ -209,8 +210,8 @@ def _kind(spec: Any) -> tuple[Kind, int]:
 
 
 def chunk_tokens(configured: int, found: KeptGroups, *, is_default: bool) -> int:
-    """A default that was not changed grows to whole blocks. For a model with a state it is one
-    block, which is long there: vLLM has states at the ends of blocks."""
+    """Return a chunk's tokens. A default that was not changed grows to whole blocks. For a model
+    with a state it is one block, which is long there: vLLM has states at the ends of blocks."""
     block = found.block_tokens
     if is_default:
         has_state = any(group.kind is Kind.STATE for group in found.groups)
@@ -225,7 +226,7 @@ def chunk_layout(
     ranks: Mapping[tuple[int, int], RankLayout],
     chunk_tokens: int,
 ) -> tuple[ChunkLayout, Geometry, Parts]:
-    """The layout of chunks, their geometry, and where the parts of ranks (by :func:`place`) lie.
+    """Return the layout of chunks, their geometry, and where ranks' parts (by :func:`place`) lie.
 
     Ranks of one pipeline stage that have identical KV in every layer share one part, which the
     first of them writes: MLA's latent, but not beside a draft model with heads of its own."""
@@ -263,8 +264,8 @@ def chunk_layout(
 def parts_of(
     geometry: Geometry, ranks: Mapping[tuple[int, int], RankLayout], *, replicated: bool
 ) -> tuple[tuple[int, ...], Parts]:
-    """Bytes of a block of each part of a slot, and where the parts of each rank lie. With several
-    groups a slot is one part, as large as their largest piece."""
+    """Return the bytes of a block of each part of a slot, and where the parts of each rank lie.
+    With several groups a slot is one part, as large as their largest piece."""
     placed = [_placed(geometry, place, ranks, replicated) for place in range(len(geometry.groups))]
     owners = tuple(zip(*(parts for parts, _ in placed), strict=True))
     if geometry.is_simple:
@@ -279,7 +280,7 @@ def parts_of(
 def _placed(
     geometry: Geometry, place: int, ranks: Mapping[tuple[int, int], RankLayout], replicated: bool
 ) -> tuple[list[tuple[int, bool]], list[int]]:
-    """A group's first byte by rank, with whether the rank writes there, and bytes a block."""
+    """Return, by rank, a group's first byte and whether it writes there, and bytes a block."""
     group = geometry.groups[place]
     blocks = geometry.blocks_per_piece(group)
     is_shared = replicated and group.kind is not Kind.STATE
@@ -302,7 +303,7 @@ def _placed(
 
 
 def _of_all_ranks(named: Parts, tensor: int, copies: int) -> Parts:
-    """Each stage's tensor ranks, then those again for each of PCP's copies, which write nothing."""
+    """Return ``named`` with, in each stage, the parts of PCP's copies, which write nothing."""
     every = list[tuple[tuple[int, bool], ...]]()
     for first in range(0, len(named), tensor):
         stage = named[first : first + tensor]
@@ -316,7 +317,7 @@ def on_cpu(ranks: Mapping[tuple[int, int], RankLayout]) -> bool:
 
 
 def few_slots(slots: int, chunk_tokens: int, step_tokens: int) -> str:
-    """A warning where RAM has fewer slots than one step may finish chunks."""
+    """Return a warning if RAM has fewer slots than one step may finish chunks, else ""."""
     chunks = step_tokens // chunk_tokens
     if not 0 < slots < chunks:
         return ""
@@ -351,7 +352,7 @@ def of_namespace(layout: ChunkLayout, namespace: str) -> ChunkLayout:
 
 
 def start_only(layout: ChunkLayout, why: str) -> ChunkLayout:
-    """Keys that no other start of any engine can name."""
+    """Return a layout whose keys no other start of any engine can name."""
     return narrowed(layout, {"start": start_word(why)})
 
 
@@ -361,7 +362,7 @@ def narrowed(layout: ChunkLayout, by: Mapping[str, Any]) -> ChunkLayout:
 
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Whether all tensor ranks have the same KV, of which MLA is the sign for vLLM before 0.32."""
+    """Return whether all tensor ranks have the same KV: MLA's, for vLLM before 0.32."""
     if ContextRanks.of(vllm_config.parallel_config).decode > 1:
         return False  # they divide it, and PCP's ranks are no tensor ranks
     replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
@@ -371,10 +372,10 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def why_no_prefixes(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Why kvtier must keep and serve nothing in this engine. Empty: it may. A user's wish to turn
-    prefix caching off is passed over, because it is about vLLM's own cache: the platform and the
-    model know why a part of a prompt must not be taken from anywhere. MODES.md has each place in
-    vLLM's source that turns it off; a test fails when a vLLM has another one.
+    """Return why kvtier must keep and serve nothing in this engine, "" if it may. A user's wish to
+    turn prefix caching off is passed over, because it is about vLLM's own cache: the platform and
+    the model know why a part of a prompt must not be taken from anywhere. MODES.md has each place
+    in vLLM's source that turns it off; a test fails when a vLLM has another one.
 
     Workers are asked too, once the model is loaded: an attention layer turns prefix caching off in
     its own process only."""
@@ -395,7 +396,7 @@ def _of_model(model: Any, kv_cache_config: Any) -> str:
 
 
 def _of_engine(vllm_config: Any) -> str:
-    """Batch invariance, or a platform whose kernels do not continue a prefix bit by bit."""
+    """Return why this engine may not, "" if it may: batch invariance, or the platform."""
     from vllm import envs
     from vllm.platforms import CpuArchEnum, current_platform
 
@@ -413,7 +414,7 @@ def _of_engine(vllm_config: Any) -> str:
 
 
 class HostsOf(NamedTuple):
-    """The hosts of an engine. vLLM numbers ranks host by host, and each host has as many."""
+    """Hosts of an engine. vLLM numbers ranks host by host, and each host has as many."""
 
     number: int
     ranks: int
@@ -428,7 +429,7 @@ class HostsOf(NamedTuple):
 
 
 def refuse_hosts(parallel: Any, server: ServerSection, *, spans: bool) -> None:
-    """Raises ConfigError without a server for each host, and for what one host alone can keep."""
+    """Raise ConfigError without a server for each host, and for what one host alone can keep."""
     count, servers = HostsOf.of(parallel).number, server.addresses
     if count == 1:
         if len(servers) > 1:
@@ -467,8 +468,8 @@ def by_host(
     *,
     replicated: bool,
 ) -> tuple[list[ChunkLayout], Parts]:
-    """The layout of each host's chunks, with the parts of its own ranks alone, and where the parts
-    of all ranks lie. ``whole``: the layout of one host that has all of them."""
+    """Return the layout of each host's chunks, with the parts of its own ranks alone, and where the
+    parts of all ranks lie. ``whole``: the layout of one host that has all of them."""
     layouts, parts = list[ChunkLayout](), list[Any]()
     for host, own in enumerate(of_each(ranks, hosts)):
         sizes, owners = parts_of(geometry, own, replicated=replicated)

@@ -36,7 +36,7 @@ class _Brief:
 
 @cache
 def _defaults(kind: Any) -> list[Any]:
-    """Of each field; MISSING for one that has none."""
+    """Return the default of each field, MISSING for one that has none."""
     return [
         one.default if one.default_factory is MISSING else one.default_factory()
         for one in fields(kind)
@@ -48,37 +48,37 @@ class RankLayout(KVConnectorHandshakeMetadata):
     """One worker rank's KV cache, told once, at the start."""
 
     block_bytes: tuple[int, ...]
-    """For each cache group that is kept."""
+    """Bytes of a block in each cache group that is kept."""
     description: dict[str, Any]
-    """Regions' shape, for JSON and the fingerprint. Several groups: ``{"groups": [...]}``."""
+    """Shape of the regions, for the fingerprint. Several groups: ``{"groups": [...]}``."""
     model: dict[str, Any] | None = None
-    """Part of the fingerprint (:mod:`.worker_side.loaded`). None: the model cannot be inspected."""
+    """Part of the fingerprint (:mod:`.worker_side.loaded`). None if no model was found."""
     weights: str | None = None
     """Digest of the loaded parameters, where they do not come from local files and can be read."""
     others: tuple[tuple[str, str, str], ...] = ()
     """Checkpoints of which the model takes weights too: name, revision and folder inside."""
     why_no_spans: str = "off"
-    """Why tokens cannot be moved here. Empty: they can."""
+    """Reason why tokens cannot be moved here, or empty."""
     why_not_in_place: str = "off"
     server: bytes = b""
-    """Name of the server on this rank's host, where the engine has several. Empty: it is away."""
+    """Name of the server on this rank's host, where the engine has several. Empty if it is away."""
     why_no_prefixes: str = ""
-    """Why nothing may be kept or served, as this rank sees it."""
+    """Reason, as this rank sees it, why nothing may be kept or served, or empty."""
 
 
 @dataclass(frozen=True)
 class PoolAddress(_Brief):
     path: str
     witness_path: str | None
-    """A worker keeps this file open as long as it maps a server's pool."""
+    """File that a worker keeps open as long as it maps a server's pool."""
     slots: int
     slot_bytes: int
     parts: Parts
-    """By rank and kept group: first byte of its part of a slot, and whether the rank writes it."""
+    """First byte of a part of a slot, and whether the rank writes it, by rank and kept group."""
     ticket: bytes = b""
-    """By it a worker's server lets the worker map the pool, if the scheduler is elsewhere."""
+    """Word by which a worker's server lets it map the pool, if the scheduler is elsewhere."""
     inode: int = 0
-    """Of a server's pool. After a restart another pool may lie at the same path."""
+    """Inode of a server's pool. After a restart another pool may lie at the same path."""
 
     @property
     def is_lent(self) -> bool:
@@ -87,7 +87,8 @@ class PoolAddress(_Brief):
 
 @dataclass(frozen=True)
 class HostPools(PoolAddress):
-    """A slot's number stands for one on each host: see :class:`kvtier.client.hosts.HostsPool`."""
+    """Pools of an engine on several hosts. A slot's number stands for one on each host: see
+    :class:`kvtier.client.hosts.HostsPool`."""
 
     hosts: tuple[PoolAddress, ...] = ()
 
@@ -96,20 +97,20 @@ class Move(NamedTuple):
     """Pieces of one group. A load may start inside its first piece and end inside its last."""
 
     group: int
-    """Index among those that are kept."""
+    """Index among the groups that are kept."""
     slots: list[int]
     blocks: list[int]
     first: int = 0
-    """Block of the first piece at which ``blocks`` begins."""
+    """Index of the block in the first piece at which ``blocks`` begins."""
 
 
 class LoadEnd(NamedTuple):
     number: int
     request_id: str
     blocks: list[int]
-    """Of the whole load."""
+    """Blocks of the whole load."""
     kept: int
-    """Blocks that vLLM keeps if all parts were copied. It computes those behind them."""
+    """Number of blocks that vLLM keeps if all parts were copied. It computes those behind them."""
 
 
 @dataclass
@@ -118,13 +119,13 @@ class Job(_Brief):
     pool: PoolAddress
     moves: list[Move]
     request_id: str | None = None
-    """Of a load. None for a part of a load."""
+    """Request of a load. None for a save, and for a part of a load."""
     tokens: int = 0
-    """Of a load."""
+    """Tokens of a load."""
     part_of: int | None = None
-    """Number of the load."""
+    """Number of the load of which this is a part."""
     end: LoadEnd | None = None
-    """Ends the load, whether or not the parts were copied. None: a :class:`LoadEnd` follows."""
+    """End of the load, even if parts were not copied. If None, a :class:`LoadEnd` follows."""
 
     @property
     def blocks(self) -> list[int]:
@@ -133,23 +134,23 @@ class Job(_Brief):
 
 @dataclass
 class SpanJob:
-    """Tokens of slots, some of them to be moved to other positions."""
+    """Copy of tokens in slots into blocks, some of them to be moved to other positions."""
 
     number: int
     pool: PoolAddress
     pieces: list[SpanMove]
     blocks: list[int]
-    """Of the whole request, in its one group."""
+    """Blocks of the whole request, in its one group."""
     request_id: str
     tokens: int
     twins: list[tuple[int, int, int]]
-    """``(slot, one, other)``: places in a slot that have the same token."""
+    """Places in slots that have the same token: ``(slot, one, other)``."""
     goes_on: bool = False
-    """A :class:`SpanPass` follows in a later step, and the load ends with that."""
+    """Whether a :class:`SpanPass` follows in a later step, which ends the load."""
 
 
 class InPlaceRun(NamedTuple):
-    """Tokens to compute in place. From ``moved`` on, one at least, they were moved there before."""
+    """Tokens to compute in place. From ``moved`` on, one at least, they were moved there."""
 
     begin: int
     moved: int
@@ -162,38 +163,38 @@ class InPlaceRun(NamedTuple):
 
 @dataclass
 class SpanPass:
-    """Ends a span job that every rank has copied: all compute these tokens in the same step."""
+    """End of a span job that every rank has copied: all compute these tokens in the same step."""
 
     number: int
     request_id: str
     blocks: list[int]
-    """Of the whole request, in its one group."""
+    """Blocks of the whole request, in its one group."""
     runs: list[InPlaceRun]
-    """In ascending order. Empty: some rank could not copy, so the load has failed."""
+    """Runs in ascending order. Empty if some rank could not copy, so the load has failed."""
 
 
 @dataclass
 class StepMetadata(_Brief, KVConnectorMetadata):
-    """Its fields that most steps need come first."""
+    """Message to the workers for one step. Its fields that most steps need come first."""
 
     pool: PoolAddress | None
-    """Pool of jobs to come. Workers unmap all others but those of this step's jobs."""
+    """Pool of jobs to come. Workers unmap all pools but this one and those of this step's jobs."""
     number: int = 0
-    """See :class:`kvtier.load_policy.prefill.StepClock`."""
+    """Number of the step in :class:`kvtier.load_policy.prefill.StepClock`."""
     computes: bool = False
-    """The step runs a forward pass, so that requests wait for it."""
+    """Whether the step runs a forward pass, so that requests wait for it."""
     may_reuse: bool = True
-    """From this step on, blocks that saves of earlier steps read may be another request's."""
+    """Whether blocks that earlier steps' saves read may be another request's from this step on."""
     saves: list[Job] = field(default_factory=list)
     loads: list[Job] = field(default_factory=list)
     reads_on: bool = False
-    """Steps may run while saves are read: blocks stay as they are until ``may_reuse``."""
+    """Whether steps may run while saves are read: blocks stay as they are until ``may_reuse``."""
     replacements_seen: Counter[int] = field(default_factory=Counter)
-    """By rank: replacements of its weights that the scheduler knew of when it planned this step."""
+    """Rank -> replacements of its weights that the scheduler knew of when it planned this step."""
     ended_saves: list[Job] = field(default_factory=list)
-    """Of requests that have ended: read before the step writes anything."""
+    """Saves of requests that have ended, read before the step writes anything."""
     ends: list[LoadEnd] = field(default_factory=list)
-    """Of loads whose last part did not say so."""
+    """Ends of loads whose last part had no ``end``."""
     spans: list[SpanJob] = field(default_factory=list)
     passes: list[SpanPass] = field(default_factory=list)
     renewed: dict[PoolAddress, list[int]] = field(default_factory=dict)
@@ -203,11 +204,11 @@ class StepMetadata(_Brief, KVConnectorMetadata):
 
 @dataclass
 class StepReport(_Brief, KVConnectorWorkerMetadata):
-    """Workers -> scheduler, merged over ranks."""
+    """Message of the workers to the scheduler for one step, merged over ranks."""
 
     step: int = 0
     loaded_tokens: float = 0.0
-    """Of the slowest rank, like ``load_s``."""
+    """Tokens that the slowest rank loaded, like ``load_s``."""
     load_s: float = 0.0
     save_s: float = 0.0
     done: Counter[int] = field(default_factory=Counter)
@@ -215,7 +216,7 @@ class StepReport(_Brief, KVConnectorWorkerMetadata):
     layouts: dict[tuple[int, int], RankLayout] = field(default_factory=dict)
     failed: Counter[int] = field(default_factory=Counter)
     replacements: Counter[int] = field(default_factory=Counter)
-    """Ranks whose weights were replaced in this step, with how often since the rank's start."""
+    """Rank whose weights were replaced in this step -> how often since its start."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)

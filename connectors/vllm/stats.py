@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "|"
 TIMES, SECONDS = "times", "seconds"
-"""Kinds of a histogram's numbers."""
+"""Kinds of a histogram's numbers: counts and sums."""
 SERVER_COUNTS = {
     "unanswered": "Questions that the server did not answer in time: misses.",
     "lost": "Times the connection to the server was lost.",
@@ -157,19 +157,19 @@ _METRICS: dict[str, tuple[str, str, Sequence[str], str]] = {
         "What extensions of other packages count; what: its name and the count's.",
     ),
 }
-"""By the part of a count's name before the first ``_``: the metric's name, its label, known
-values of the label, and its help. Places are known by the configuration."""
+"""Part of a count's name before the first ``_`` -> the metric's name, its label, known values of
+the label, and its help. Places are known by the configuration."""
 _SERVER = "server_"
 _LATER = {row.name for row in (*figures.LABELLED_FIGURES, *figures.DISK_FIGURES)}
-"""Metrics whose series appear when they are told first: their labels follow from the policy and
-the disks."""
+"""Metrics whose series appear when they are told first: their labels follow from the policy and the
+disks."""
 _registered: list[Any] = []
-"""The last TierMetrics'. vLLM clears only metrics with its own prefix from Prometheus' registry."""
+"""Metrics of the last TierMetrics. vLLM clears only its own prefix from Prometheus' registry."""
 
 
 class TierStats(KVConnectorStats):
-    """``data``: chunks by ``loaded_<place>``, ``declined_<reason>`` and ``missed_<reason>``, hints
-    by ``hints_<kind>``, ``zero_hits`` as 1 or 0 where changed, and :class:`Figures`."""
+    """``data``: counts of chunks ``loaded_<place>``, ``declined_<reason>``, ``missed_<reason>``,
+    hints ``hints_<kind>``, ``zero_hits`` as 1 or 0 where changed, and :class:`Figures`."""
 
     def reset(self) -> None:
         self.data.clear()
@@ -192,7 +192,7 @@ class TierStats(KVConnectorStats):
 
 
 class TierMetrics(KVConnectorPromMetrics):
-    """``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
+    """Metrics ``vllm:kvtier_loaded_chunks_total{place}``, ``..._declined_chunks_total{reason}``,
     ``..._missed_chunks_total{reason}``, ``vllm:kvtier_hints_total{kind}``,
     ``vllm:kvtier_zero_hits``, and a server's ``kvtier_*``. Every series exists from the start, but
     for those of the policy, of other sizes and of disks."""
@@ -240,7 +240,7 @@ class TierMetrics(KVConnectorPromMetrics):
     def _observe_times(
         self, rest: str, count: float, data: dict[str, Any], values: list[object]
     ) -> None:
-        """Each duration is taken as their mean, so the bucket and the sum are exact."""
+        """Observe the mean for each of ``count`` durations, so the bucket and the sum are exact."""
         what, tier, _ = rest.split(SEPARATOR)
         series = self._figures[TIMES, what].labels(*values, *([tier] if tier else []))
         seconds = data.get(f"{SECONDS}{SEPARATOR}{rest}", 0.0)
@@ -268,7 +268,7 @@ class TierMetrics(KVConnectorPromMetrics):
         return self._counter_cls(f"{figures.PREFIX}{name}", text, labelnames=names)
 
     def _gauge(self, name: str, text: str, names: Sequence[str]) -> Any:
-        """With several front ends (``--api-server-count``) the one that was told last is right."""
+        """Make a gauge. With several front ends (``--api-server-count``) it is the latest value."""
         mode = "mostrecent"
         return self._gauge_cls(name, text, labelnames=names, multiprocess_mode=mode)
 
@@ -302,7 +302,7 @@ class TierMetrics(KVConnectorPromMetrics):
 
 
 def _places(vllm_config: Any) -> list[str]:
-    """According to the configuration. Places that auto-config adds appear with the first step."""
+    """Return the configured places. Those that auto-config adds appear with the first step."""
     transfer = vllm_config.kv_transfer_config
     try:
         return places(load(flags=settings(transfer)))

@@ -1,4 +1,4 @@
-"""Which engine blocks a request has in each cache group, and what of them a job moves."""
+"""Block tables: a request's blocks in each cache group, and which of them a job moves."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvtier.connectors.vllm.groups import Geometry, Piece
 from kvtier.connectors.vllm.metadata import Move
 
 NULL_BLOCK = 0
-"""vLLM's block for tokens that a group does not need any more."""
+"""Block of vLLM for tokens that a group does not need any more."""
 Tables = Sequence[Sequence[int]]
 State = tuple[int, int, int]
 """``(group, block, tokens)`` of a recurrent state that has a block of its own."""
 
 
 class BlockTables:
-    """One step's. Before 0.32 vLLM tells only what was added, and one group of full attention is
-    kept, whose table grows at its end."""
+    """Tables of one step. Before 0.32 vLLM tells only what was added, and one group of full
+    attention is kept, whose table grows at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None
@@ -48,7 +48,7 @@ class BlockTables:
         return tables
 
     def states(self, request_id: str) -> list[State]:
-        """Left by this step or an older one, in blocks of their own."""
+        """Return states left by this step or an older one, in blocks of their own."""
         told = None if self._told is None else self._told.boundary_state_offloads.get(request_id)
         return list(told or ())
 
@@ -64,7 +64,7 @@ def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | N
 
 
 def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, Tables]]) -> list[Move]:
-    """Of whole pieces, each with its slot."""
+    """Return the moves of a save of whole pieces, each with its slot."""
     moves: dict[int, Move] = {}
     for piece, slot, tables in pieces:
         move = moves.get(piece.group.number)
@@ -79,7 +79,7 @@ def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, Tables]]) -> l
 def loading(
     geometry: Geometry, slots: Mapping[Piece, int], tables: Tables, begin: int, end: int
 ) -> list[Move]:
-    """Into the blocks of tokens ``begin`` to ``end``, in each group as many as it needs."""
+    """Return the moves of a load into the blocks that tokens ``begin`` to ``end`` need."""
     moves = []
     place = {group: index for index, group in enumerate(geometry.groups)}
     in_order = sorted(slots, key=lambda piece: (place[piece.group], piece.number))

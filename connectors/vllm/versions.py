@@ -1,9 +1,8 @@
-"""Everything that differs between the vLLM versions that kvtier supports, in one place. Importing
-this module does not import vLLM.
+"""Versions of vLLM that kvtier supports, and everything that differs between them. Importing this
+module does not import vLLM.
 
 With a vLLM that is too old, every way to use kvtier ends with the message of :func:`verdict`. With
-a supported one, a feature whose hook this vLLM lacks is off, and :func:`limits` says so.
-"""
+a supported one, a feature whose hook this vLLM lacks is off, and :func:`limits` says so."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ ASKS_SCHEDULER = (0, 29)
 
 _NAME = "kvtier"
 LOAD_RESULTS = "get_transfer_results"
-"""Names requests whose load failed. Without this hook a failed load is told by its block ids."""
+"""Hook that names requests whose load failed. Without it a failed load is told by its block ids."""
 _LIMITS = {
     "has_pending_push_work": (
         "what the last step before a pause saved on a GPU can be hit from the next step on"
@@ -37,7 +36,7 @@ _LIMITS = {
 
 
 def verdict(version: str) -> str:
-    """A log line about this version of vLLM. Raises ConfigError when it is too old."""
+    """Return a log line about this version of vLLM. Raises ConfigError when it is too old."""
     tested = ", ".join(TESTED)
     if _is_before(version, OLDEST):
         oldest = ".".join(map(str, OLDEST))
@@ -72,20 +71,20 @@ def _is_before(version: str, other: tuple[int, int]) -> bool:
 
 
 def workers_tell_first(version: str) -> bool:
-    """Whether vLLM asks the scheduler's half for statistics only after a worker has given some."""
+    """Return whether vLLM asks the scheduler's half for statistics only after a worker's."""
     return _is_before(version, ASKS_SCHEDULER)
 
 
 def keeps_groups(base: type) -> bool:
-    """Whether other groups than one of full attention can be kept: vLLM must tell connectors each
-    request's blocks by group at each step, and survive a load that fails there."""
+    """Return whether other groups than one of full attention can be kept: vLLM must tell connectors
+    each request's blocks by group at each step, and survive a load that fails there."""
     from vllm.v1.core.sched import output
 
     return hasattr(output, "KVConnectorBlockState") and hasattr(base, LOAD_RESULTS)
 
 
 def groups_base(base: type) -> type:
-    """Base of a connector with all groups: vLLM gives windows small blocks of their own then."""
+    """Return the base of a connector with all groups, for which vLLM makes small blocks."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base as connectors
 
     found: type = connectors.SupportsHMA if keeps_groups(base) else object
@@ -93,8 +92,8 @@ def groups_base(base: type) -> type:
 
 
 def in_flight_tokens(vllm_config: Any) -> int:
-    """Most tokens of the steps in flight, until whose end vLLM keeps a window's blocks. A vLLM that
-    does not say it keeps full attention alone, which needs as many blocks in any case."""
+    """Return the most tokens of the steps in flight, until whose end vLLM keeps a window's blocks.
+    A vLLM that does not say it keeps full attention alone, which needs no fewer blocks."""
     in_one_step = vllm_config.scheduler_config.max_num_batched_tokens
     return int(getattr(vllm_config, "max_in_flight_tokens", in_one_step))
 
@@ -108,7 +107,7 @@ def limits(base: type) -> list[str]:
 
 
 def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by kvtier's place as vLLM's own split, for a vLLM that asks for it."""
+    """Return tokens by vLLM's own kinds of sources, from those by kvtier's places."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     result = Counter[Any]()
@@ -119,7 +118,7 @@ def hit_sources(tokens: Mapping[str, int]) -> dict[Any, int]:
 
 
 class _Named(logging.Handler):
-    """Put kvtier's name before each text: vLLM's format has only the name of a file."""
+    """Handler that puts kvtier's name before texts: vLLM's format has only a file's name."""
 
     def __init__(self, handlers: Iterable[logging.Handler]) -> None:
         super().__init__()

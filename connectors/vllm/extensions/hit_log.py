@@ -1,11 +1,10 @@
-"""A load, told: one log line, so that the first hit of an engine can be seen, and
+"""Hit log: one log line for each load, so that the first hit of an engine can be seen, and
 OpenTelemetry spans of lookups and loads, through vLLM's own tracing. One thread makes all calls.
 
 vLLM's own line counts hits of its own cache and of kvtier's separately, every ten seconds, and in
 percent. An engine that was started with ``--otlp-traces-endpoint`` has a :class:`Traces`. Its spans
 have the parent that the client named in its request's headers, as vLLM's own span of the request
-has. Their times are nanoseconds since 1970.
-"""
+has. Their times are nanoseconds since 1970."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class HitLog(Extension):
 
 
 def _text(load: _Load, seconds: float) -> str:
-    """``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``."""
+    """Return ``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``."""
     places = [(_PLACES.get(place, place), count) for place, count in load.tokens.items()]
     if len(places) == 1:
         named = places[0][0]
@@ -94,7 +93,7 @@ LOOKUP, LOAD = "kvtier.lookup", "kvtier.load"
 
 
 class _Moment(NamedTuple):
-    """A clock that is set meanwhile changes no span's length."""
+    """Moment on both clocks, so that a clock that is set meanwhile changes no span's length."""
 
     since_1970: int
     monotonic: int
@@ -115,7 +114,7 @@ class _Begun(NamedTuple):
 
 
 class Traces(Extension):
-    """Tells a lookup when vLLM takes its answer, and a load when all ranks have reported it."""
+    """Sends a span of each lookup that vLLM takes, and of each load that all ranks reported."""
 
     def __init__(self) -> None:
         from opentelemetry.context import Context

@@ -48,8 +48,8 @@ _COUNTS = "extension_"
 
 
 def installed(named: Any, tools: Tools) -> tuple[Extension, ...]:
-    """Named extensions, in the configuration's order. ``named``: keys of each by its name. Raises
-    ConfigError for one that is not installed, or cannot be made."""
+    """Make the named extensions, in the configuration's order. ``named``: keys of each by its name.
+    Raises ConfigError for one that is not installed, or cannot be made."""
     if not isinstance(named, Mapping):
         raise ConfigError(
             f"extensions={named!r} ({_WHERE}): expected the keys of each extension by its name, "
@@ -169,7 +169,8 @@ class HintDelivery(Extension):
 
 
 def shipped(tools: Tools, facts: EngineFacts) -> tuple[Extension, ...]:
-    """In the order in which they are asked. vLLM's own configuration asks for events and traces."""
+    """Make kvtier's own extensions, in the order in which they are asked. vLLM's configuration
+    decides on events and traces."""
     wants_traces = facts.vllm_config.observability_config.otlp_traces_endpoint
     return (
         *_beside("spans", tools, facts),

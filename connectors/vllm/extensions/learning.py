@@ -1,8 +1,7 @@
-"""An engine's speed and its tiers' pace as it has learned them, kept beside its NVMe tier: the next
+"""Learning: an engine's speed and its tiers' pace as measured, kept beside its NVMe tier. The next
 start begins with them, and believes what it sees (:mod:`kvtier.load_policy.decide`).
 
-An engine without such a folder, as one whose tiers are a server's, begins with nothing.
-"""
+An engine without such a folder, as one whose tiers are a server's, begins with nothing."""
 
 from __future__ import annotations
 
@@ -22,16 +21,17 @@ if TYPE_CHECKING:
 
 _EVERY_S = 5.0
 _CHANGED_PART = 0.1
-"""As a part of the value."""
+"""Change of a value, as a part of it, that is worth a write."""
 
 
 def engine_name(fingerprint: bytes, device: str) -> str:
-    """The same for every start of one engine on one kind of device."""
+    """Return a name that is the same for every start of one engine on one kind of device."""
     return f"{hashlib.sha256(fingerprint).hexdigest()[:32]} {device}"
 
 
 class Learning(Extension):
-    """``engine``: see :func:`engine_name`. ``paces``: by place. ``clock``: monotonic seconds."""
+    """Reads and writes the folder's page. ``engine``: see :func:`engine_name`. ``paces``: by place.
+    ``clock``: monotonic seconds."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Learning(Extension):
         self._prefill = Prefill()
 
     def begin_with(self, planned: Prefill) -> Prefill:
-        """An earlier start's measurement, which is better than the plan, or the plan."""
+        """Return an earlier start's measurement, which is better than the plan, or the plan."""
         speed = self._learnt.engines.get(self._engine)
         known = Prefill(PrefillTime(*speed), Certainty.REMEMBERED) if speed else planned
         self._prefill = known
@@ -65,7 +65,7 @@ class Learning(Extension):
             self._next, self._speed_told = now + _EVERY_S, measured
 
     def _write(self) -> None:
-        """On the lane."""
+        """Write what has changed, on the lane."""
         learnt, changed, line = self._learnt, False, self._prefill.line
         if line is not None and self._prefill.known is Certainty.MEASURED:
             speed = line.per_token, line.per_depth

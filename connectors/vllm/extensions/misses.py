@@ -34,9 +34,9 @@ class Misses(Extension):
         self._why: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._warned = False
-        """Of chunks in another size."""
+        """Whether chunks in another size were warned of."""
         self._told = False
-        """The last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
+        """Last value of :data:`ZERO_HITS` that :meth:`counts` returned."""
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
         if prompt.chain is None and not prompt.lasts and self not in prompt.notes:
@@ -81,7 +81,7 @@ class Misses(Extension):
             self._first.saved(self._content(prompt), prompt.extras)
 
     def _content(self, prompt: Prompt) -> bytes:
-        """Key of the first chunk's tokens, whatever else names it."""
+        """Return the key of the first chunk's tokens, whatever else names it."""
         if prompt.is_plain and prompt.chain is not None:
             return prompt.chain.keys[0]
         return self._layout.keys(prompt.request.all_token_ids[: self._layout.chunk_tokens])[0]
@@ -117,7 +117,7 @@ class Misses(Extension):
         self._why["short"] += 1
 
     def counts(self) -> dict[str, int]:
-        """Chunks since the last call as ``loaded_<place>``, ``declined_<reason>`` and
+        """Return chunks since the last call as ``loaded_<place>``, ``declined_<reason>`` and
         ``missed_<reason>``, and :data:`ZERO_HITS` as 1 or 0 when it has changed."""
         counts: dict[str, int] = {}
         if self._counts:

@@ -1,1 +1,1 @@
-"""Names of chunks: what of an engine, its weights and a request decides their bytes."""
+"""Naming: which parts of an engine, its weights and a request decide the bytes of a chunk."""

@@ -38,8 +38,8 @@ _MOST_RECORDS = 4096
 _MOST_FILES = 4096
 _MOST_BEGUN_FILES = 1024
 _SETTLED_S = 2.0
-"""A file that changed this shortly before it was read could change again within the same tick of a
-coarse clock, so its digest is not kept."""
+"""Age that a file must have when read for its digest to be kept: a younger one could change again
+within the same tick of a coarse clock."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _DOES_NOT = re.compile(
     r"""
@@ -61,8 +61,8 @@ class DigestError(Exception):
 
 
 def content_files(place: Path, *, configured: bool = True) -> list[Path]:
-    """Sorted files at ``place`` that decide: all of a folder and below, but for hidden ones,
-    :data:`_DOES_NOT`, and weights below. ``configured``: vLLM's configuration object names
+    """Return the sorted files at ``place`` that decide: all of a folder and below, but for hidden
+    ones, :data:`_DOES_NOT`, and weights below. ``configured``: vLLM's configuration object names
     config.json. Raises DigestError for a folder that cannot be listed or has more than 4,096."""
     if place.is_file():
         return [place]
@@ -107,14 +107,14 @@ class FileDigests:
         os.register_at_fork(after_in_child=self._begin_anew)
 
     def _begin_anew(self) -> None:
-        """A forked process has no thread that would end what its parent began."""
+        """Drop what a parent process has begun: a forked one has no thread that would end it."""
         self._lock = threading.Lock()
         self._begun: dict[tuple[tuple[str, ...], str], Future[str]] = {}
         self._lane: Lane | None = None
 
     def begin(self, files: Sequence[Path], base: Path) -> Future[str]:
-        """The hex digest of names below ``base`` and contents, made once for files as they are now.
-        The Future raises DigestError, as does this when a file is not there."""
+        """Begin the hex digest of names below ``base`` and contents, made once for files as they
+        are now. The Future raises DigestError, as does this when a file is not there."""
         try:
             state = json.dumps(stamp(files))
         except OSError as error:
@@ -181,7 +181,7 @@ class FileDigests:
                 return digest
 
     def _read(self, file: Path, descriptor: int, before: os.stat_result) -> str:
-        """SHA-256 of the whole content. Raises DigestError when it changed meanwhile."""
+        """Return the SHA-256 of the whole content. Raises DigestError when it changed meanwhile."""
         digest, buffer, left = hashlib.sha256(), bytearray(_READ_BYTES), before.st_size
         with memoryview(buffer) as view:
             while left > 0 and (count := os.readv(descriptor, [view])):
@@ -195,8 +195,8 @@ class FileDigests:
 
     @contextlib.contextmanager
     def _alone(self, record: Path) -> Iterator[bool]:
-        """The second of two engines that start at once waits for the first, so that a digest is
-        made once. Gives whether records can be written."""
+        """Hold the record alone: of two engines that start at once the second waits for the first,
+        so that a digest is made once. Yields whether records can be written."""
         assert self._folder is not None
         lock = None
         with contextlib.suppress(OSError):

@@ -169,7 +169,7 @@ hisparse_config: device_buffer_size eager_host_mirror
 }
 
 FILES = {"multimodal_config.mm_encoder_fp8_scale_path"}
-"""``section.field`` of paths of files whose content decides."""
+"""Fields, as ``section.field``, that are paths of files whose content decides."""
 SECTIONS = {
     "draft_model_config": "model_config",
     "draft_parallel_config": "parallel_config",
@@ -185,11 +185,11 @@ def _table(text: str) -> frozenset[str]:
 
 
 DECIDES = _table(_DECIDES)
-"""``section.field`` of what decides the bytes of a chunk. Objects inside are walked."""
+"""Fields, as ``section.field``, that decide the bytes of a chunk. Objects inside are walked."""
 DOES_NOT: Mapping[str, str] = {
     name: reason for reason, text in _DOES_NOT.items() for name in _table(text)
 }
-"""``section.field`` of what does not decide -> why."""
+"""Fields, as ``section.field``, that do not decide -> why."""
 
 # ---- environment ---------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ FAMILIES = re.compile(
     r"(AITER|ATEN|CUBLAS|CUDNN|DNNL|FLASHINFER|FLASH_ATT|HIPBLAS|MIOPEN|MKL|NVIDIA_TF32|ONEDNN"
     r"|PYTORCH|TORCH|TRITON|VLLM_|XFORMERS|[KQV]_SCALE_CONSTANT)"
 )
-"""Variables of vLLM and of the libraries that have its kernels, by how their names begin."""
+"""Pattern of how variables of vLLM, and of the libraries that have its kernels, begin."""
 _VLLM_DOES_NOT = """
     DISABLE_SHARED_EXPERTS_STREAM
     DIST_IDENT SNAPSHOT_TIMEOUT_S PRECOMPILED_WHEEL_LOCATION MORIIO_TRANSFER_TIMEOUT_S
@@ -266,7 +266,7 @@ ENVIRONMENT_DOES_NOT = {
     *(f"VLLM_{name}" for name in _VLLM_DOES_NOT.split()),
     *_LIBRARIES_DO_NOT.split(),
 }
-"""Places, addresses, secrets, threads, logs, limits of requests, what fields above say as well, and
-what vLLM's import sets in some processes only."""
+"""Variables that decide nothing: places, addresses, secrets, threads, logs, limits of requests,
+what fields above say as well, and what vLLM's import sets in some processes only."""
 OF_OTHERS = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT\w*|_PORT|_PORT_\d+_\w+)|TORCH_(NCCL|FR)_.*")
-"""Names that a cluster gives every container, and those of a library of messages."""
+"""Pattern of names that a cluster gives every container, and those of a library of messages."""

@@ -1,9 +1,8 @@
-"""Names of pictures, sound and video by what the model gets of them.
+"""Media names: pictures, sound and video by what the model gets of them.
 
 vLLM's own name of an item may be a client's word, or a counter of its process where vLLM keeps
 neither prefixes nor processed media. So the item's processed tensors are named, once for each
-object that vLLM hands on. BLAKE3 has a picture of 10 MB in 3 ms, and vLLM brings it.
-"""
+object that vLLM hands on. BLAKE3 has a picture of 10 MB in 3 ms, and vLLM brings it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 _MOST_NAMES = 1 << 16
-"""More than vLLM's cache of encoded media holds, so vLLM has forgotten what is forgotten here."""
+"""Most names that are remembered: more than vLLM's cache of encoded media holds."""
 _MOST_LEVELS = 4
 
 
@@ -28,12 +27,12 @@ class MediaNames:
     def __init__(self) -> None:
         self._start = secrets.token_hex(16)
         self._known = OrderedDict[str, _Item]()
-        """By vLLM's name, the one asked for last at the end."""
+        """Item by vLLM's name, the one asked for last at the end."""
 
     def name(self, feature: Any) -> str | None:
-        """Digest of an item's content. Where it cannot be read here (it is on a GPU, or in memory
-        that only workers map), vLLM's name with a word of this start. None: the request must not be
-        cached, because vLLM's name has two contents."""
+        """Return the digest of an item's content. Where it cannot be read here (it is on a GPU, or
+        in memory that only workers map), return vLLM's name with a word of this start. None if the
+        request must not be cached, because vLLM's name has two contents."""
         known = self._known.get(feature.identifier)
         if known is None or feature.data is None or known.seen() is not feature.data:
             digest = digest_of(feature.data)
@@ -57,15 +56,15 @@ class MediaNames:
 
 class _Item(NamedTuple):
     seen: Callable[[], Any]
-    """The object that was read, while it lives."""
+    """Weak reference to the object that was read."""
     digest: str
-    """"" where it cannot be read."""
+    """Digest of the object, "" where it cannot be read."""
     has_two: bool
 
 
 def digest_of(data: Any) -> str:
-    """Hex digest of processed media: names, shapes, types and bytes of tensors. "" for what this
-    process cannot read, such as the number of a place in memory that workers share."""
+    """Return a hex digest of processed media: names, shapes, types and bytes of tensors. "" for
+    what this process cannot read, such as the number of a place in memory that workers share."""
     digest = _new()
     try:
         _add(digest, data, 0)
@@ -117,13 +116,13 @@ def _new() -> Any:
 
 
 def _nothing() -> None:
-    """In place of a weak reference to an item that came without its content."""
+    """Stand for a weak reference to an item that came without its content."""
 
 
 def media_parts(
     names: MediaNames, features: Iterable[Any], chunk_tokens: int
 ) -> dict[int, list[tuple[str, int]]] | None:
-    """Name and offset of each item, by chunk that overlaps media. None: one has no name."""
+    """Return name and offset of each item by chunk that overlaps it. None if one has no name."""
     found: dict[int, list[tuple[str, int]]] = {}
     for feature in features:
         name, position = names.name(feature), feature.mm_position

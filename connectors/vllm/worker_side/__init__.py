@@ -1,1 +1,1 @@
-"""A worker's half of the connector: copies, and what the loaded model says of itself."""
+"""Half of the connector in a worker: copies, and what the loaded model says of itself."""

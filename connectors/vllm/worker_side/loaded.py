@@ -1,11 +1,10 @@
-"""A worker's loaded model: what its layers resolved to, which weights it has, and whether the
+"""Loaded model of a worker: what its layers resolved to, which weights it has, and whether the
 weights were replaced.
 
 A model's configuration does not tell all that decides its KV. vLLM chooses rotary tables by the
 engine's longest prompt, and scales, windows and kernels by flags and platform. So the worker
 inspects the layers themselves. vLLM gives a connector only its attention layers. The modules that
-contain them are found among the process's objects, once, at the start.
-"""
+contain them are found among the process's objects, once, at the start."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from kvtier.connectors.vllm.identity import is_local
 _BLOCK_WORDS = 1 << 20
 _SEED = 0x6B76
 _CHECKED_PARAMETERS, _CHECKED_ELEMENTS = 16, 64
-"""Parameters, and elements of each, that a check for replaced weights compares. Later checks
-take the next parameters in turn."""
+"""Parameters, and elements of each, that a check for replaced weights compares. Later checks take
+the next parameters in turn."""
 _ROTARY = re.compile("rotary|rope", re.IGNORECASE)
 
 
 class LoadedModel:
-    """Made after the model was loaded. Keeps no weights alive, because an engine that replaces
-    them must not have them twice."""
+    """Facts of the loaded model. Keeps no weights alive, because an engine that replaces them must
+    not have them twice."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.config import get_layers_from_vllm_config
@@ -48,13 +47,13 @@ class LoadedModel:
         self._watch = WeightWatch(self._roots, moves=_moves(vllm_config))
 
     def backends(self) -> list[str]:
-        """Names of the attention backends, which decide how a block is packed: strides do not
-        always show it."""
+        """Return names of the attention backends, which decide how a block is packed: strides do
+        not always show it."""
         return sorted({layer.get_attn_backend().get_name() for layer in self._layers.values()})
 
     def resolved(self) -> dict[str, str] | None:
-        """Digests of what decides K and V for given tokens and weights. None: the model was not
-        found."""
+        """Return digests of what decides K and V for given tokens and weights, or None if the model
+        was not found."""
         if not self._roots:
             return None
         attention = {name: attention_facts(layer) for name, layer in self._layers.items()}
@@ -62,7 +61,7 @@ class LoadedModel:
         return {"attention": _digest(attention), "rotary": _digest(rotary)}
 
     def others(self) -> tuple[tuple[str, str, str], ...]:
-        """Checkpoints of which the model takes weights too: name, revision and folder inside."""
+        """Return other checkpoints of the model's weights: name, revision and folder inside."""
         sources = [
             (source.model_or_path, source.revision or "", source.subfolder or "")
             for root in self._roots
@@ -72,9 +71,9 @@ class LoadedModel:
         return tuple(sorted({source for source in sources if source != own}))
 
     def weights(self) -> str | None:
-        """Hex digest of every parameter. None where the weights come from local files, and where
-        some cannot be read, because kernels of vLLM's CPU backend keep packed weights in a form
-        of their own."""
+        """Return a hex digest of every parameter. None where the weights come from local files, and
+        where some cannot be read, because kernels of vLLM's CPU backend keep packed weights in a
+        form of their own."""
         return None if self._is_local else weights_digest(self._roots)
 
     def replaced(self, *, looks: bool) -> bool:
@@ -82,7 +81,7 @@ class LoadedModel:
 
 
 def hardware(device: str) -> str:
-    """The kind of processor as far as it chooses kernels: two that differ round differently."""
+    """Return the kind of processor, as far as it chooses kernels, which round differently."""
     if device.startswith("cuda"):
         return "cuda {}.{}".format(*torch.cuda.get_device_capability(torch.device(device)))
     if device.startswith("cpu"):
@@ -92,7 +91,7 @@ def hardware(device: str) -> str:
 
 
 def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules that contain some of these layers: the model, and a draft model."""
+    """Return the outermost modules that contain these layers: the model, and a draft model."""
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     inside = {id(child) for module in modules for child in module.children()}
     wanted = {id(layer) for layer in layers}
@@ -115,8 +114,8 @@ def models_with(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def attention_facts(layer: Any) -> dict[str, Any]:
-    """All plain values of the layer and its kernel: scale, soft cap, window, cache type, scales
-    of K and V."""
+    """Return all plain values of the layer and its kernel: scale, soft cap, window, cache type,
+    scales of K and V."""
     buffers = {name: content(tensor) for name, tensor in layer.named_buffers()}
     return {
         "layer": _plain(layer),
@@ -126,8 +125,8 @@ def attention_facts(layer: Any) -> dict[str, Any]:
 
 
 def rotary_facts(root: nn.Module, longest: int) -> dict[str, Any]:
-    """Plain attributes of each rotary module, and digests of its tables. One without a readable
-    table counts with the engine's longest prompt instead, by which such tables are chosen."""
+    """Return plain attributes of each rotary module, and digests of its tables. One without a
+    readable table counts with the engine's longest prompt, by which such tables are chosen."""
     found: dict[str, Any] = {}
     for name, module in root.named_modules():
         inner = any(name.startswith(f"{outer}.") for outer in found)
@@ -180,12 +179,11 @@ def weights_digest(roots: list[nn.Module]) -> str | None:
 
 @torch.no_grad()
 def content(tensor: torch.Tensor) -> str:
-    """Shape, type, and a digest of every element.
+    """Return shape, type, and a digest of every element.
 
     It is made where the tensor lies, and nothing but a few numbers a block of 4 MiB is copied. A
     number is a multilinear hash (Carter and Wegman, 1979): the sum of all 32-bit words, each times
-    a random number of its own. Two of them agree for different blocks by a chance of 2**-66.
-    """
+    a random number of its own. Two of them agree for different blocks by a chance of 2**-66."""
     told = f"{list(tensor.shape)} {tensor.dtype}"
     bits = tensor.detach()
     if bits.dim() == 2 and not bits.is_contiguous() and bits.t().is_contiguous():
@@ -207,7 +205,7 @@ def content(tensor: torch.Tensor) -> str:
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """The random numbers of :func:`content`, the same in every process."""
+    """Return the random numbers of :func:`content`, the same in every process."""
     drawn = np.random.Generator(np.random.PCG64(_SEED)).integers(
         -(1 << 63), (1 << 63) - 1, (2, _BLOCK_WORDS), endpoint=True
     )
@@ -248,7 +246,7 @@ class WeightWatch:
         self._remember()
 
     def replaced(self, *, looks: bool) -> bool:
-        """``looks``: compare as well, which takes some 0.1 ms."""
+        """Return whether there was a sign. ``looks``: compare as well, which takes some 0.1 ms."""
         if not (self._loaded or (looks and not self._moves and self._differs())):
             return False
         self._loaded = False
@@ -300,7 +298,7 @@ class WeightWatch:
         return now != b"".join(self._elements[index] for index in chosen)
 
     def _read(self, parameters: list[_Seen]) -> bytes:
-        """On a GPU it uses a stream of its own, so that it waits for no step of the model."""
+        """Return elements. On a GPU a stream of its own reads them, and waits for no step."""
         if self._stream is None:
             return bytes(_elements(parameters))
         with torch.cuda.stream(self._stream):
@@ -329,8 +327,8 @@ def _elements(parameters: list[_Seen]) -> bytes:
 
 
 def _moves(vllm_config: Any) -> bool:
-    """Whether the engine moves weights about while it runs: expert balancing, or layers that are
-    fetched ahead."""
+    """Return whether the engine moves weights about while it runs: expert balancing, or layers that
+    are fetched ahead."""
     offload, parallel = getattr(vllm_config, "offload_config", None), vllm_config.parallel_config
     return (
         getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) > 0

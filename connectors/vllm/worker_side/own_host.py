@@ -1,5 +1,5 @@
-"""A worker's part of a step's metadata where the engine has several hosts: the pool and the
-slots of its own host. Everything else of a worker is as on one host."""
+"""OwnHost: a worker's part of a step's metadata where the engine has several hosts: the pool and
+the slots of its own host. Everything else of a worker is as on one host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier.core.errors import KVTierError, TierError
 
 
 class OwnHost:
-    """``host``: the number of the worker's host. The first address of the configuration is its
+    """Server of a worker's host, by its number. The first address of the configuration is that
     server's. Raises ConfigError for a token that cannot be read."""
 
     def __init__(self, server: ServerSection, host: int) -> None:
@@ -24,7 +24,7 @@ class OwnHost:
         self._within_s = server.timeout_ms / 1000
 
     def server(self) -> bytes:
-        """Its name. Empty: it is not there, or does not let us in."""
+        """Return the server's name, or empty if it is not there, or does not let us in."""
         try:
             welcomed = join(self._address, self._token, b"", self._within_s)
         except KVTierError:
@@ -65,7 +65,7 @@ class OwnHost:
         return replace(job, pool=job.pool.hosts[self._host], moves=moves)
 
     def _move(self, move: Move, counts: list[int]) -> Move:
-        """A save leaves out the pieces that this host has. A load has slots on all hosts."""
+        """Return the move here. A save leaves out pieces that are here. A load has all slots."""
         slots = [slot_of(counts, number, self._host) for number in move.slots]
         found = [slot for slot in slots if slot is not None]
         if len(found) == len(slots):

@@ -1,4 +1,4 @@
-"""The pools that one rank maps."""
+"""Pools that one rank maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 class Pools:
-    """Only the worker's thread calls it.
+    """Pools that one rank maps. Only the worker's thread calls it.
 
     Args:
         part_bytes: bytes of this rank's part of a piece, by group.
@@ -36,12 +36,12 @@ class Pools:
         self._rank, self._part_bytes, self._pinning, self._join = rank, part_bytes, pinning, join
         self.mapped: dict[PoolAddress, MappedPool] = {}
         self._unmapped: dict[PoolAddress, UnmappedError] = {}
-        """Pools that cannot be mapped. To try one again could wait again."""
+        """Pools that cannot be mapped, with why: to try one again could wait again."""
         self._named: PoolAddress | None = None
-        """The last pool that was mapped early, or that could not be."""
+        """Last pool that was mapped early, or that could not be."""
 
     def of(self, address: PoolAddress) -> MappedPool:
-        """Map a pool at its first job, unless it is mapped. Raises TierError when it cannot be."""
+        """Return a pool, mapped at its first job. Raises TierError when it cannot be mapped."""
         if address not in self.mapped:
             pool = self._joined(address) if address.ticket else _attached(address)
             self.mapped[address] = MappedPool(
@@ -84,7 +84,7 @@ class Pools:
         return ""
 
     def renew(self, renewed: Mapping[PoolAddress, Sequence[int]]) -> None:
-        """A server gave back the memory of these slots and has other memory for them now."""
+        """Lock the memory anew of slots for which a server has other memory now."""
         for address, slots in renewed.items():
             if address in self.mapped:
                 self.mapped[address].renew(slots)
@@ -97,23 +97,23 @@ class Pools:
         self._unmapped = {one: why for one, why in self._unmapped.items() if one in needed}
 
     def look(self) -> None:
-        """Page-locking may go on: a step begins, and has queued nothing."""
+        """Let page-locking go on: a step begins, and has queued nothing."""
         if self._pinning is not None:
             self._pinning.look()
 
     def close(self) -> None:
-        """No copy may be running."""
+        """Unmap all pools. No copy may be running."""
         self.keep(())
         if self._pinning is not None:
             self._pinning.close()
 
 
 class UnmappedError(TierError):
-    """A pool cannot be mapped. It was logged."""
+    """Pool that cannot be mapped, which was logged."""
 
 
 def _attached(address: PoolAddress) -> Pool:
-    """The pool of an engine on this host. Raises TierError when it cannot be mapped (any more)."""
+    """Map the pool of an engine on this host. Raises TierError when it cannot (any more)."""
     if address.witness_path is None:
         return Pool.attach(address.path, address.slots, address.slot_bytes)
     pool = SharedPool.join(address.path, address.witness_path, address.slots, address.slot_bytes)
@@ -124,16 +124,16 @@ def _attached(address: PoolAddress) -> Pool:
 
 
 def is_followed(parts: Parts, rank: int, place: int) -> bool:
-    """Whether another rank writes behind this one's part of a slot, or this one writes none. Each
-    host's first rank begins at 0."""
+    """Return whether another rank writes behind this one's part of a slot, or this one writes none.
+    Each host's first rank begins at 0."""
     start, writes = parts[rank][place]
     after = next((begin for begin, also in (row[place] for row in parts[rank + 1 :]) if also), 0)
     return not writes or after > start
 
 
 class MappedPool:
-    """The pool's owner makes its pages present, because a worker shares its cores with the model.
-    Here they are mapped: by the driver that page-locks them, or for each slot at its first use."""
+    """Mapped pool. Its owner makes the pages present, because a worker shares its cores with the
+    model. Here they are mapped: by the driver that page-locks them, or at a slot's first use."""
 
     def __init__(
         self,
@@ -154,11 +154,11 @@ class MappedPool:
             address.slot_bytes if is_followed(address.parts, rank, place) else end
             for place, (_, end) in enumerate(self._spans)
         ]
-        """Of each group: no rank writes a slot from there on. The last rank that writes clears
-        it."""
+        """For each group, the byte of a slot from which on no rank writes. The last rank that
+        writes clears it."""
         self._slots = slot_tensor(self.pool.buffer[:]).view(address.slots, address.slot_bytes)
         self._parts = dict[tuple[int, int], torch.Tensor]()
-        """By slot and group, as they are first needed."""
+        """Bytes by slot and group, made when first needed."""
         self._untouched = set(range(address.slots) if pinning is None else ())
         self._pinning = pinning
         if pinning is not None:
@@ -166,7 +166,7 @@ class MappedPool:
             pinning.begin(self.pool.buffer, address.slot_bytes, self._span, is_lent=is_lent)
 
     def part(self, slot: int, place: int) -> torch.Tensor:
-        """Of a slot that holds a piece of this group."""
+        """Return this rank's bytes of a slot that holds a piece of this group."""
         part = self._parts.get((slot, place))
         if part is None:
             if slot in self._untouched:
@@ -176,8 +176,8 @@ class MappedPool:
         return part
 
     def clear_behind(self, slots: Sequence[int], place: int) -> None:
-        """Pieces of this group are saved in these slots. Other tenants' bytes that lay there before
-        must not become part of them."""
+        """Clear saved slots behind pieces of this group: other tenants' bytes that lay there must
+        not become part of them."""
         begin = self._behind[place]
         if begin < self.pool.slot_bytes:
             self._slots.numpy()[slots, begin:] = 0
@@ -188,7 +188,7 @@ class MappedPool:
                 self._pinning.renew(self._slots[slot, slice(*self._span)])
 
     def close(self) -> None:
-        """No copy from it or to it may be running."""
+        """Unmap the pool. No copy from it or to it may be running."""
         self._parts.clear()
         del self._slots
         if self._pinning is not None:

@@ -48,16 +48,16 @@ from kvtier.load_policy.decide import BUSY_COPY_PART, BUSY_COPY_S
 logger = logging.getLogger("kvtier.connectors.vllm")
 
 _IDLE_COPY_S = 0.05
-"""Longest time of loads' copies in a step that computes nothing: a request that arrives
-meanwhile waits for it. Of one that computes: :data:`BUSY_COPY_S`."""
+"""Longest time of loads' copies in a step that computes nothing: a request that arrives meanwhile
+waits for it. :data:`BUSY_COPY_S` is that of a step that computes."""
 
 
 Placed = tuple[int, SlotJob]
-"""A copy, with the index of its group."""
+"""Copy, with the index of its group."""
 
 
 class GroupLayers(NamedTuple):
-    """A cache group as workers know it."""
+    """Layers of a cache group, as workers know it."""
 
     layers: frozenset[str]
     blocks_per_piece: int
@@ -66,14 +66,14 @@ class GroupLayers(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Copies that run on a device and are not confirmed yet."""
+    """Job whose copies run on a device and are not confirmed yet."""
 
     job: Job
     copies: list[Copy]
 
 
 class _Copying(NamedTuple):
-    """A load that the worker's own thread copies."""
+    """Load that the worker's own thread copies."""
 
     job: Job
     left: deque[Placed]
@@ -82,7 +82,7 @@ class _Copying(NamedTuple):
 
 
 class WorkerHalf:
-    """One rank, once vLLM has registered its KV caches. Only vLLM's worker thread calls it.
+    """One rank's half, once vLLM has registered its KV caches. Only vLLM's worker thread calls it.
 
     Args:
         groups: those that are kept.
@@ -109,8 +109,8 @@ class WorkerHalf:
             PagedBlocks(each, group.blocks_per_piece, locked=locked, sharers=len(regions))
             for each, group in zip(regions, groups, strict=True)
         ]
-        """By group. Blocks of all groups share the same memory, and a block belongs to one
-        group."""
+        """Copier of each group. Blocks of all groups share the same memory, and a block belongs to
+        one group."""
         part_bytes = [paged.block_bytes * paged.blocks_per_chunk for paged in self._paged]
         self._pools = Pools(rank, part_bytes, pinning, join)
         self._rank = rank
@@ -121,14 +121,14 @@ class WorkerHalf:
         self._running: deque[_Running] = deque()
         self._step_began = 0.0
         self._forward_s = 0.0
-        """Of the last step that computed."""
+        """Time of the last forward pass."""
         self._token_s: float | None = None
         """Seconds a token of the last load that a device copied by itself."""
         self._replacements = 0
         self._refuses_loads = self._is_open = False
 
     def layout(self) -> RankLayout:
-        """vLLM's ``get_handshake_metadata``."""
+        """Return this rank's layout, for vLLM's ``get_handshake_metadata``."""
         told = [paged.describe() for paged in self._paged]
         shape = told[0] if len(told) == 1 else {"groups": told, "device": told[0]["device"]}
         layout = RankLayout(
@@ -145,7 +145,7 @@ class WorkerHalf:
     # ---- one engine step -------------------------------------------------------------------------
 
     def open(self, metadata: StepMetadata) -> None:
-        """vLLM's ``handle_preemptions``: a step has queued nothing that writes into blocks."""
+        """Begin a step, at vLLM's ``handle_preemptions``: nothing that writes blocks is queued."""
         self._is_open = True
         self._pools.look()
         self._refuses_loads = self._has_other_weights(metadata)
@@ -155,7 +155,7 @@ class WorkerHalf:
             self._settle()
 
     def begin(self, metadata: StepMetadata) -> None:
-        """vLLM's ``bind_connector_metadata``, the first hook of a step before 0.32."""
+        """Begin a step before 0.32, at vLLM's ``bind_connector_metadata``, its first hook there."""
         if not self._is_open:
             self.open(metadata)
         self._is_open, self._step_began = False, self._clock()
@@ -259,8 +259,8 @@ class WorkerHalf:
         return True
 
     def save(self, metadata: StepMetadata) -> None:
-        """vLLM's ``wait_for_save``, after the forward pass. What the engine queues after it may
-        overwrite blocks, but those of requests that keep them, as the metadata says."""
+        """Begin this step's saves, at vLLM's ``wait_for_save``, after the forward pass. Later work
+        may overwrite blocks, but those of requests that keep them, as the metadata says."""
         self._confirm()
         begun = self._clock()
         if metadata.computes:
@@ -293,18 +293,18 @@ class WorkerHalf:
                 self._ends.ended(job, failed=True)
 
     def transfers(self) -> tuple[set[str], set[str]]:
-        """vLLM's ``get_transfer_results``: requests whose load has ended, and those of them
-        whose load failed, since the last call."""
+        """Return, for vLLM's ``get_transfer_results``, requests whose load has ended since the last
+        call, and those of them whose load failed."""
         self._confirm()
         return self._ends.take_transfers()
 
     def failed_blocks(self) -> tuple[set[int], set[int]]:
-        """vLLM's ``get_block_ids_with_load_errors``: blocks of loads that failed, and those that
-        loads in parts have left to be computed. Called after :meth:`transfers`."""
+        """Return, for vLLM's ``get_block_ids_with_load_errors``, blocks of loads that failed, and
+        those that loads in parts have left to be computed. Called after :meth:`transfers`."""
         return self._ends.take_blocks()
 
     def report(self) -> StepReport:
-        """vLLM's ``build_connector_worker_meta``."""
+        """Return the report for vLLM's ``build_connector_worker_meta``."""
         return self._ends.take_report()
 
     def close(self) -> None:
@@ -327,7 +327,7 @@ class WorkerHalf:
             paged.settle()
 
     def _confirm(self) -> None:
-        """In the order in which copies were begun."""
+        """Confirm copies that are done, in the order in which they were begun."""
         while self._running:
             job, copies = self._running[0]
             failed = False
@@ -355,8 +355,8 @@ class WorkerHalf:
         return parts
 
     def _copies(self, job: Job) -> list[Placed]:
-        """A job as (slot part, first block in the piece, block ids), one for each piece. Raises
-        StateError for the null block, which stands for tokens that a group does not have."""
+        """Return a job as (slot part, first block in the piece, block ids), one for each piece.
+        Raises StateError for the null block, which stands for tokens that a group does not have."""
         mapped = self._pools.of(job.pool)
         copies = list[Placed]()
         for place, slots, blocks, at in job.moves:
@@ -370,8 +370,8 @@ class WorkerHalf:
 
 
 def _of_group(kv_caches: Mapping[str, Any], group: GroupLayers) -> dict[str, torch.Tensor]:
-    """Tensors of groups that are not kept lie over a group's own and are left out. A recurrent
-    layer has several, each with one row a block."""
+    """Return the tensors of a group. Those of groups that are not kept lie over them and are left
+    out. A recurrent layer has several, each with one row a block."""
     found = dict[str, torch.Tensor]()
     for layer, cache in kv_caches.items():
         if layer not in group.layers:
