@@ -20,20 +20,20 @@ from collections import OrderedDict
 SCHEME = "KVTier-MAC"
 ANSWER_HEADER, START_HEADER = "KVTier-Proof", "KVTier-Start"
 VALID_S = 60
-"""Between the clocks of both ends."""
+"""Largest difference of both ends' clocks."""
 _SEEN_PROOFS = 4096
 _FORM = re.compile(rf"{SCHEME} ([0-9]{{1,12}}) ([0-9a-f]{{32}}) ([0-9a-f]{{64}}) ([0-9a-f]{{64}})")
 
 
 class Seen:
-    """The last requests that were served, so that a copy of one is not."""
+    """The requests that were served lately, so that a copy of one is refused."""
 
     def __init__(self, most: int = _SEEN_PROOFS) -> None:
         self._most = most
         self._served: OrderedDict[str, int] = OrderedDict()
 
     def first(self, credentials: str, now: float) -> bool:
-        """False also when more requests came in a minute than can be remembered."""
+        """Note a request. False for a copy, or if a minute has more requests than are kept."""
         while self._served and next(iter(self._served.values())) < now - 2 * VALID_S:
             self._served.popitem(last=False)
         if credentials in self._served or len(self._served) >= self._most:
@@ -43,7 +43,7 @@ class Seen:
 
 
 def signed(token: bytes, method: str, path: str, body: bytes, now: float, start: str = "") -> str:
-    """The Authorization header of a request. ``now``: since the epoch. ``start``: what the server's
+    """Make a request's Authorization header. ``now``: since the epoch. ``start``: what the server's
     last answer had in :data:`START_HEADER`."""
     nonce, digest = secrets.token_hex(16), hashlib.sha256(body).hexdigest()
     mac = _mac(token, "request", start, str(int(now)), nonce, method, path, digest)
@@ -53,8 +53,8 @@ def signed(token: bytes, method: str, path: str, body: bytes, now: float, start:
 def body_digest(
     token: bytes, header: str, method: str, path: str, now: float, start: str = ""
 ) -> str | None:
-    """The SHA-256 that the body must have. None when the sender does not know the token, sent the
-    request more than a minute ago, or signed it for another ``start``."""
+    """Return the SHA-256 that the body must have. None if the sender does not know the token, sent
+    the request more than a minute ago, or signed it for another ``start``."""
     found = _FORM.fullmatch(header)
     if found is None or abs(now - int(found[1])) > VALID_S:
         return None
@@ -64,7 +64,7 @@ def body_digest(
 
 
 def answered(token: bytes, header: str, status: int, body: bytes) -> str:
-    """The proof that the answer must carry in :data:`ANSWER_HEADER`."""
+    """Make the proof that the answer must carry in :data:`ANSWER_HEADER`."""
     return _mac(token, "answer", header, str(status), hashlib.sha256(body).hexdigest())
 
 
@@ -75,8 +75,8 @@ def is_answer(token: bytes, header: str, status: int, body: bytes, proof: str) -
 
 
 def metrics_token(token: bytes) -> str:
-    """Reads the metrics only. Does not tell the token that it is made of, which should be random:
-    ``openssl rand -hex 32``. Space around that one does not count."""
+    """Make a token that reads the metrics only. Does not tell the token that it is made of, which
+    should be random: ``openssl rand -hex 32``. Space around that one does not count."""
     return _mac(token.strip(), "metrics")
 
 

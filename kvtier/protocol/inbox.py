@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Turns bytes from a socket into messages of one union, incrementally.
+    """Turns a socket's bytes into messages of one union, as they come.
 
     Read into :meth:`room`, call :meth:`filled`, then :meth:`next` until it returns None. Keeps at
     most one frame of ``limit`` bytes and 64 KiB. Not thread-safe."""
@@ -31,7 +31,7 @@ class Inbox(Generic[T]):
         self._size = min(_ROOM_BYTES, HEADER_BYTES + limit)
 
     def room(self) -> memoryview:
-        """Room for the next bytes, never empty. Raises WireError when too much was not taken."""
+        """Return room for the next bytes, never empty. Raises WireError if too many are unread."""
         need = self._needed()
         if self._start == self._end:
             self._start = self._end = 0
@@ -56,7 +56,7 @@ class Inbox(Generic[T]):
         self._end += count
 
     def next(self) -> T | None:
-        """None when more bytes are needed. After a WireError the connection cannot be used."""
+        """Return the next message, or None if bytes are missing. After a WireError: unusable."""
         need = self._needed()
         if self._end - self._start < need:
             return None
@@ -69,14 +69,14 @@ class Inbox(Generic[T]):
         return message
 
     def drain(self, into: memoryview) -> int:
-        """Move bytes behind a frame to where they belong. Returns how many."""
+        """Move bytes that follow a frame ``into`` a chunk's memory. Returns how many."""
         count = min(self._end - self._start, len(into))
         into[:count] = self._buffer[self._start : self._start + count]
         self._start += count
         return count
 
     def _needed(self) -> int:
-        """Bytes of the first frame, as far as known. Raises WireError when it is too long."""
+        """Return the first frame's length, as far as known. Raises WireError if it is too long."""
         if self._end - self._start < HEADER_BYTES:
             return HEADER_BYTES
         length = int.from_bytes(self._buffer[self._start : self._start + HEADER_BYTES], "little")

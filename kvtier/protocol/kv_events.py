@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 Hash: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)] | int
-"""vLLM's name of a block."""
+"""Hash of a block, by which vLLM names it."""
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 _Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -78,7 +78,7 @@ _lists = msgspec.msgpack.Decoder(_ListBatch)
 
 
 def decode(payload: bytes | bytearray) -> list[Event]:
-    """The events of one message. Raises msgspec.DecodeError for anything else."""
+    """Decode the events of one message. Raises msgspec.DecodeError for anything else."""
     try:
         return list(_maps.decode(payload).events)
     except msgspec.ValidationError:
@@ -86,9 +86,9 @@ def decode(payload: bytes | bytearray) -> list[Event]:
 
 
 def where(place: int, name: str, *, shared: bool) -> dict[str, str | None]:
-    """How events tell a place of a Store: RAM is vLLM's medium CPU, and a lower tier STORAGE.
-    ``shared``: other hosts reach it too, and it is owned by the tier's name. Of this host is what
-    has no owner: NVIDIA Dynamo passes over blocks of another one."""
+    """Return an event's fields for a place of a Store: RAM is vLLM's medium CPU, and a lower tier
+    STORAGE. ``shared``: other hosts reach it too. Then it is owned by the tier's name. Without an
+    owner it is this host's: NVIDIA Dynamo passes over blocks of another one."""
     if place == 0:
         return {"medium": "CPU", "locality": "LOCAL", "ownership": None}
     if shared:

@@ -42,10 +42,10 @@ from kvtier.protocol.kv_events import BlockStored
 
 VERSION = 10
 MAX_KEYS = 32_768
-"""A million tokens in chunks of 32."""
+"""Most keys in one message: a million tokens in chunks of 32."""
 MAX_FRAME_BYTES = MAX_KEYS * KEY_BYTES + 1024
 MAX_GREETING_BYTES = 1024
-"""The longest frame before the other side is known."""
+"""Longest frame before the other side is known."""
 NONCE_BYTES = PROOF_BYTES = TICKET_BYTES = 32
 HEADER_BYTES = 4
 
@@ -75,7 +75,7 @@ class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=T
 
 
 class Asked(Message):
-    """A question that is answered, and every answer that has its number."""
+    """A question that is answered, or its answer, which has the same number."""
 
     id: Number
 
@@ -89,13 +89,13 @@ class Challenge(Message, tag=1):
 
 
 NO_SIZE = 1 << 40
-"""Bytes of a chunk that no server keeps: the refusal has the sizes that there are."""
+"""Chunk size that no server keeps: asked for it, a server refuses and tells the sizes it keeps."""
 
 
 class Hello(Message, tag=2):
-    """``fingerprint`` and ``namespace`` tell whose chunks these are. ``chunk_bytes`` is the size of
-    one chunk. ``proof``: see :func:`client_proof`. It is empty without a token.
-    ``ticket``: of the Welcome of the engine that is joined."""
+    """Greeting of a client. ``fingerprint`` and ``namespace`` tell whose chunks these are.
+    ``chunk_bytes`` is the size of one chunk. ``proof``: see :func:`client_proof`, empty without a
+    token. ``ticket``: from the Welcome of the engine to join."""
 
     version: Number
     mode: Mode
@@ -109,9 +109,10 @@ class Hello(Message, tag=2):
 
 
 class Welcome(Message, tag=3):
-    """``places``: what ``Claim.sources`` refers to, RAM first. ``capacity``: the chunks that all
-    places can hold together. ``publishes``: the server wants every :class:`Announce`. ``ticket``:
-    the engine's workers join with it. ``server``: a name that no other start of a server has."""
+    """Answer to Hello. ``places``: what ``Claim.sources`` refers to, RAM first. ``capacity``:
+    chunks that all places can hold together. ``publishes``: every :class:`Announce` is wanted.
+    ``ticket``: for the engine's workers to join. ``server``: a name that no other start of a server
+    has."""
 
     slots: Slot
     slot_bytes: Slot
@@ -124,13 +125,13 @@ class Welcome(Message, tag=3):
 
 
 class Refused(Message, tag=4):
-    """The last message: why the connection ends."""
+    """Last message of a connection: why it ends."""
 
     reason: Annotated[str, msgspec.Meta(max_length=900)]
     later: bool = False
-    """The client did no wrong and may try again."""
+    """Whether the client did no wrong and may try again."""
     slot_bytes: Annotated[list[Slot], msgspec.Meta(max_length=16)] | None = None
-    """Kept sizes, where the client asked for one that no server keeps."""
+    """Sizes that are kept, if the client asked for one that no server keeps."""
 
 
 # ---- attach: questions ---------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class LookupCall(Asked, tag=10):
 
 
 class KnownCall(Asked, tag=28):
-    """Of which of these chunks the server knows, each by itself."""
+    """Question, for each of these chunks by itself, whether the server knows it."""
 
     keys: Keys
 
@@ -158,11 +159,11 @@ class LoadCall(Asked, tag=12):
     tokens: Number = 0
     again: bool = False
     request: Number = 0
-    """See :class:`kvtier.core.lookup.Asker`, ``session``, ``tokens`` and ``again`` too."""
+    """Number of the request. It and the three before: see :class:`kvtier.core.lookup.Asker`."""
 
 
 class Poll(Asked, tag=13):
-    """``known``: ready chunks of the lease that the client knows already."""
+    """Question for a load lease's progress. ``known``: ready chunks that the client was told of."""
 
     lease: Number
     known: Number
@@ -204,7 +205,7 @@ class Decline(Message, tag=21):
 
 
 class HintCall(Message, tag=22):
-    """See :class:`kvtier.eviction.hints.Hint`. Without keys: of the session's last prompt."""
+    """A :class:`kvtier.eviction.hints.Hint`. Without keys it is of the session's last prompt."""
 
     keys: Keys
     over: bool
@@ -213,7 +214,7 @@ class HintCall(Message, tag=22):
 
 
 class ServedCall(Message, tag=23):
-    """See :class:`kvtier.core.lookup.Served`. ``hits``: tokens by place. ``keys``: its ``rest``."""
+    """A :class:`kvtier.core.lookup.Served`. ``hits``: tokens by place. ``keys``: its ``rest``."""
 
     asked: Number
     hits: Annotated[list[Number], msgspec.Meta(max_length=16)]
@@ -229,7 +230,7 @@ class EndedCall(Message, tag=26):
 
 
 class Where(Asked, tag=25):
-    """Places of the leading chunks. Changes of those that are held are told from now on."""
+    """Question for the places of the leading chunks. Changes of those held are told from now on."""
 
     keys: Keys
 
@@ -243,8 +244,8 @@ class Announce(Message, tag=27):
 
 
 class Hear(Message, tag=24):
-    """Changes of the chunks that this session has named since its first Hear. Answered at once, and
-    not asked again before that."""
+    """Question for changes of the chunks that this session has named since its first Hear. Answered
+    at once, and not to be asked again before that."""
 
 
 Question = (
@@ -344,8 +345,8 @@ Answer = Numbered | Changed
 
 
 OTHER_SIZE = ChunkKey(b"kvtier: other chunk size".ljust(KEY_BYTES, b"\0"))
-"""No chunk has this key. Asked for it alone, Find counts 1 where the server keeps chunks of the
-client's model in another size too. A server that does not know of it counts 0."""
+"""Key that no chunk has. A Find of it alone counts 1 if the server keeps chunks of the client's
+model in another size too. A server that does not know of it counts 0."""
 
 
 class Find(Asked, tag=40):
@@ -361,7 +362,7 @@ class Put(Asked, tag=42):
 
 
 class Seal(Message, tag=43):
-    """Follows the bytes of a chunk."""
+    """Checksum that follows the bytes of a chunk."""
 
     checksum: Bytes16
 
@@ -383,8 +384,8 @@ class Chunk(Asked, tag=51):
 
 
 class Go(Asked, tag=52):
-    """First answer to Put. ``send``: the client shall send the bytes and a Seal. Otherwise ``held``
-    says whether the chunk is there already."""
+    """First answer to Put. ``send``: whether the client shall send the bytes and a Seal. Otherwise
+    ``held`` says whether the chunk is there already."""
 
     send: bool
     held: bool
@@ -412,7 +413,7 @@ def joined(keys: Sequence[ChunkKey]) -> bytes:
 
 
 def split(blob: bytes) -> list[ChunkKey]:
-    """Raises WireError when the length is not a multiple of a key's."""
+    """Split a blob into keys. Raises WireError unless its length is a multiple of a key's."""
     if len(blob) % KEY_BYTES:
         raise WireError(f"a blob of {len(blob)} bytes of keys, expected a multiple of {KEY_BYTES}")
     return [ChunkKey(blob[at : at + KEY_BYTES]) for at in range(0, len(blob), KEY_BYTES)]
@@ -422,13 +423,13 @@ def split(blob: bytes) -> list[ChunkKey]:
 
 
 def client_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello, good for one time."""
+    """Make the HMAC-SHA256 (RFC 2104) of both nonces and all fields of the Hello, valid once."""
     said = _encode(msgspec.structs.replace(hello, proof=b""))
     return hmac.digest(token, b"kvtier client\0" + challenge.nonce + said, hashlib.sha256)
 
 
 def server_proof(token: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """So that a client with a token gives no KV to an impostor."""
+    """Make the server's proof, so that a client with a token gives no KV to an impostor."""
     return hmac.digest(token, b"kvtier server\0" + hello.nonce + challenge.nonce, hashlib.sha256)
 
 

@@ -40,21 +40,21 @@ _CLOSE_S = 5.0
 _MAX_PARENTS = 65_536
 _QUEUED_OPENINGS = 64
 _MAX_SLOT_BYTES = 1 << 30
-"""No tier keeps larger chunks. A client that asks for one is told which sizes are kept."""
+"""Largest chunk that tiers keep. A client that asks for a larger one is told the kept sizes."""
 _FULL = "the server is closing, or opens too many stores at once"
 Subscriber = Callable[[], None]
 R = TypeVar("R")
 
 
 class Owner(NamedTuple):
-    """A namespace, and what its engine that came last calls itself."""
+    """Number of a namespace, and the name that its last engine gave itself."""
 
     number: int
     engine: str
 
 
 class SizeClass:
-    """For the server's loop, but for :meth:`_arrived`. ``call_soon``: any thread's way there."""
+    """One Store of a server. For the loop, but for :meth:`_arrived`, which uses ``call_soon``."""
 
     def __init__(
         self,
@@ -67,20 +67,20 @@ class SizeClass:
         self.shares = Shares(lambda: store.most_held)
         self.pace = ScanLimiter(clock)
         self.owners: OrderedDict[tuple[bytes, str], Owner] = OrderedDict()
-        """By fingerprint and tenant name: the 4,096 that came last."""
+        """Owners by fingerprint and tenant name: the 4,096 that came last."""
         self.subscribers: set[Subscriber] = set()
-        """Called whenever promotions have ended. Who adds itself checks once after that."""
+        """Functions called whenever promotions have ended. After adding one, check once."""
         self._parents: OrderedDict[bytes, ChunkKey] = OrderedDict()
         self.users = 0
         self.left = clock()
         self.told_at = -1.0
         self.arrivals = 0
-        """Changes whenever promotions have ended."""
+        """Number that changes whenever promotions have ended."""
         store.on_arrival = self._arrived
         self.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
 
     def owner(self, fingerprint: bytes, namespace: str, engine: str = "") -> int:
-        """The namespace's number, by its name alone. The oldest of too many are forgotten."""
+        """Return the namespace's number, which its name decides. Keeps the last owners."""
         name, number = (fingerprint, namespace), owner_of(fingerprint, namespace)
         self.owners[name] = Owner(number, engine)
         self.owners.move_to_end(name)
@@ -89,7 +89,7 @@ class SizeClass:
         return number
 
     def rests(self, now: float) -> bool:
-        """Without engines for ten minutes. Any thread may ask."""
+        """Whether it has been without engines for ten minutes. Any thread."""
         return not self.users and now - self.left >= _IDLE_S
 
     @property
@@ -106,7 +106,7 @@ class SizeClass:
     # ---- promotions that end ---------------------------------------------------------------------
 
     def _arrived(self) -> None:
-        """On a lane thread. A subscriber added meanwhile has yet to check for the first time."""
+        """Notify subscribers, on a lane thread. One that comes meanwhile has yet to check first."""
         self.arrivals += 1
         if self.subscribers:
             self._call_soon(self._notify)
@@ -118,7 +118,7 @@ class SizeClass:
     # ---- runs of chunks that come one by one -----------------------------------------------------
 
     def remember(self, keys: Sequence[ChunkKey]) -> None:
-        """Possible parents, for :meth:`run_to`."""
+        """Remember chunks as possible parents, for :meth:`run_to`."""
         for key in keys:
             self._parents[own_half(key)] = key
             self._parents.move_to_end(own_half(key))
@@ -126,8 +126,8 @@ class SizeClass:
             self._parents.popitem(last=False)
 
     def run_to(self, key: ChunkKey) -> list[ChunkKey]:
-        """The run that ends with ``key``, as far as its chunks were seen lately. With it, chunks
-        that are written one by one also leave leaf-first."""
+        """Return the run that ends with ``key``, as far as its chunks were seen lately. With it,
+        chunks that are written one by one also leave leaf-first."""
         run, seen = [key], {key}
         while (
             parent := self._parents.get(parent_half(run[-1]))
@@ -175,9 +175,9 @@ class SizeClasses:
         self._expected = 0
         self._sharing: dict[int, SizeClass] = {}
         self._places: Counter[str] = Counter()
-        """Bytes of each place that all size classes have together."""
+        """Bytes of each place for all size classes together."""
         self._parts: dict[str, dict[int, int]] = {}
-        """Of each place, the bytes that each size may take."""
+        """Bytes that each size may take, by place."""
         self._wanted: Counter[tuple[str, int]] = Counter()
         self._turn = 0
 
@@ -192,16 +192,16 @@ class SizeClasses:
     def prepare(
         self, slot_bytes: int | None, found: Sequence[int] = ()
     ) -> dict[int, Future[SizeClass]]:
-        """At the start: open the configured size, which is never closed, and those ``found`` on the
-        disk."""
+        """Open, at the start, the configured size, which is never closed, and those ``found`` on
+        the disk."""
         self._kept = slot_bytes
         sizes = list(dict.fromkeys([*([slot_bytes] if slot_bytes else []), *found]))[:_MOST_SIZES]
         self._expected = len(sizes)
         return {size: self.get(size) for size in sizes}
 
     def get(self, slot_bytes: int, client: str = "") -> Future[SizeClass]:
-        """The size class now or soon. Fails with KVTierError; after a TierError another attempt may
-        succeed. ``client``: who asks, "" for the server itself."""
+        """Return a size class, open or opening. Fails with KVTierError; after a TierError another
+        attempt may succeed. ``client``: who asks, "" for the server itself."""
         self._opening = {
             size: one
             for size, one in self._opening.items()
@@ -228,7 +228,7 @@ class SizeClasses:
         return future
 
     def _in_the_way(self, slot_bytes: int, resting: Sequence[int]) -> list[int]:
-        """Sizes of ``resting`` that must be closed for one size more."""
+        """Return the sizes of ``resting`` that must be closed for one size more."""
         for count in range(len(resting) + 1):
             left = [*(size for size in self._opening if size not in resting[:count]), slot_bytes]
             if len(left) <= _MOST_SIZES and self._fit(left):
@@ -241,7 +241,7 @@ class SizeClasses:
         return len(sizes) == 1 or least <= budget
 
     def _no_room(self, slot_bytes: int, client: str, resting: Sequence[int]) -> str:
-        """Why this client can have no size more, even if those of ``resting`` are closed, or ""."""
+        """Return why this client gets no size more, even if those of ``resting`` close, or ""."""
         kept = [size for size in self._opening if size not in resting]
         if len(kept) >= _MOST_SIZES:
             return (
@@ -260,14 +260,14 @@ class SizeClasses:
         return ""
 
     def enter(self, size_class: SizeClass) -> bool:
-        """Count a connection. False where the size is closed: ask for it again."""
+        """Count a connection. False if the size was closed: then ask for it again."""
         if size_class not in self.open.values():
             return False
         size_class.users += 1
         return True
 
     def warn_if_apart(self, size_class: SizeClass, name: tuple[bytes, str]) -> None:
-        """An engine of this namespace has come. Warn once where its chunks have two sizes."""
+        """Warn, once, of an engine that has come if its namespace has chunks of two sizes."""
         own = size_class.owners[name]
         for size, other in self.open.items():
             they = other.owners.get(name)
@@ -298,7 +298,7 @@ class SizeClasses:
         self.on_lane(self._balance).add_done_callback(self._settled)
 
     def _settled(self, turn: Future[None]) -> None:
-        """On the lane, or on the caller's thread when the turn is over."""
+        """End a turn, on the lane, or on the caller's thread if it is over already."""
         self._settling = False
         if isinstance(turn.exception(), Exception) and not isinstance(turn.exception(), TierError):
             logger.error(
@@ -310,14 +310,14 @@ class SizeClasses:
         return future_of(self._lane, work) or _failed(TierError(_FULL))
 
     def close(self, timeout_s: float) -> bool:
-        """Close every store. Queued writes have ``timeout_s``. False: some were dropped."""
+        """Close every store. Queued writes have ``timeout_s``. False if some were dropped."""
         clean = self._lane.close(timeout_s)
         for size_class in self.open.values():
             clean &= size_class.store.close(timeout_s)
         return clean
 
     def _resting(self) -> list[int]:
-        """The longest first. Never the configured size, and never the last one."""
+        """Sizes that rest, the longest first. Never the configured size, and never the last one."""
         now, found = self._clock(), self.open
         gone = [size for size, one in found.items() if size != self._kept and one.rests(now)]
         gone.sort(key=lambda size: found[size].left)
@@ -354,7 +354,7 @@ class SizeClasses:
         return size_class
 
     def _others(self, slot_bytes: int) -> list[Sharing]:
-        """Any thread may call it."""
+        """Return the shared state of all other sizes. Any thread."""
         every = list(self._sharing.items())
         return [one.store.sharing for size, one in every if size != slot_bytes]
 
@@ -390,7 +390,7 @@ class SizeClasses:
         self._grant(rooms)
 
     def _rooms(self) -> dict[int, dict[str, Room]]:
-        """By place. Each call is a turn, in which ages of chunks are counted."""
+        """Return each size's room by place. Each call is a turn, in which chunks' ages count."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
         rooms = {
             size: size_class.store.sharing.rooms(self._turn)
@@ -401,7 +401,7 @@ class SizeClasses:
         return rooms
 
     def _count(self, rooms: Mapping[str, Room]) -> None:
-        """A tier that was away tells late what a size may have at most."""
+        """Raise each place's total to this room's most: a tier that was away tells it late."""
         for place, own in rooms.items():
             self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
 
@@ -418,9 +418,9 @@ class SizeClasses:
         return sides
 
     def _grant(self, rooms: dict[int, dict[str, Room]]) -> None:
-        """Limits are lowered first and raised afterwards, so that the sizes never have more than
-        the budget together. Slots with a pin leave in a later turn, and only then another size gets
-        their room."""
+        """Set the limits, lowered ones first, so that the sizes never have more than the budget
+        together. Slots with a pin leave in a later turn, and only then another size gets their
+        room."""
         for growing in (False, True):
             for size, size_class in self._sharing.items():
                 limits = {}

@@ -26,17 +26,17 @@ from kvtier.store.store import Store
 logger = logging.getLogger("kvtier.server")
 
 _MAX_CONNECTIONS = 512
-"""Through Unix sockets, and as many through TCP that were let in."""
+"""Most connections through Unix sockets, and as many through TCP that were let in."""
 _DRAIN_S = 2.0
 _SETTLE_S = 1.0
 _HITS_CHECKED_S = 60.0
 
 
 class Server:
-    """Serves Stores to any number of engines until :meth:`stop`. Create it and ``await`` its
+    """Server of Stores for any number of engines until :meth:`stop`. Create it and ``await`` its
     methods on one loop. ``open_store`` and ``discard``: see :class:`SizeClasses`. ``listeners``:
-    where to listen. :meth:`stop` closes them. ``token``: clients of ``needs_token`` listeners must
-    prove that they know it."""
+    closed by :meth:`stop`. ``token``: clients of ``needs_token`` listeners must prove that they
+    know it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Server:
         self.listeners = listeners
         self.token = token
         self.name = os.urandom(wire.TICKET_BYTES)
-        """No other start of a server has it."""
+        """Name of this start, which no other start of a server has."""
         self.steered: dict[bytes, Connection] = {}
         """Engines with schedulers on other hosts, by the ticket with which workers here join."""
         self.size_classes = SizeClasses(open_store, self.call_soon, discard=discard)
@@ -71,7 +71,7 @@ class Server:
         self._empty = asyncio.Event()
         self.ready = False
         self.trouble: dict[str, str] = {}
-        """In words, by subject, apart from tiers in use now. The admin surface shows it."""
+        """Troubles by subject, in words, without tiers' own. The admin port shows them."""
         self._tasks: list[asyncio.Task[None]] = []
         self._admitting: set[asyncio.Task[None]] = set()
         self._log_limit = strangers.LogLimit(10, 10.0, letters=1000)
@@ -112,7 +112,7 @@ class Server:
 
     async def stop(self, timeout_s: float = 20.0) -> bool:
         """Finish chunks on their way, close every connection, and write what is queued to the lower
-        tiers. False: something was dropped."""
+        tiers. False if something was dropped."""
         self.ready = False
         for task in (*self._tasks, *self._admitting):
             task.cancel()
@@ -125,7 +125,7 @@ class Server:
         return self.size_classes.close(timeout_s)
 
     async def _close_connections(self) -> None:
-        """First those without a chunk being sent or received, then the others."""
+        """Close connections, first those without a chunk being sent or received."""
         for close in (Connection.finish, Connection.close):
             for one in tuple(self.connections):
                 close(one)
@@ -135,7 +135,7 @@ class Server:
                     await asyncio.wait_for(self._empty.wait(), _DRAIN_S)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Any thread may call it. No effect once the loop is closed."""
+        """Call ``call`` on the loop. Any thread. Without effect once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(call)
 
@@ -242,11 +242,11 @@ class Server:
 
 
 Beside = Callable[[Server], contextlib.AbstractAsyncContextManager[None]]
-"""Runs around a server, or only while it is ready."""
+"""Function whose context runs around a server, or only while it is ready."""
 
 
 Sizes = tuple[int | None, Sequence[int]]
-"""See :meth:`Server.prepare`."""
+"""Arguments of :meth:`Server.prepare`."""
 
 
 async def serve(
@@ -255,7 +255,7 @@ async def serve(
     """Run a server until SIGTERM or SIGINT, then :meth:`Server.stop`. ``make`` is called on the
     loop.
 
-    ``beside`` runs all the time, ``ready`` only while engines are let in. False: something was
+    ``beside`` runs all the time, ``ready`` only while engines are let in. False if something was
     dropped at the end. Raises KVTierError when the server cannot start."""
     told = asyncio.Event()
     server = make()
@@ -282,6 +282,6 @@ async def serve(
 async def _start(server: Server, sizes: Sizes) -> None:
     await server.prepare(*sizes)
     gc.collect()
-    # Objects made until now stay. So no later collection walks over them while engines wait.
+    # Freeze all objects of the start: no later collection walks over them while engines wait.
     gc.freeze()
     await server.start()

@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     from kvtier.server.registry import SizeClass
 
 _MAX_LEASES = 16_384
-"""Several for every request an engine can have waiting."""
+"""Most leases of a session: several for every request an engine can have waiting."""
 _SPLIT_KEYS = 1024
 _TOLD_CHANGES = 4096
-"""Changes in one answer."""
+"""Most changes in one answer."""
 _sessions = itertools.count(1)
 Answered = Steps[wire.Answer | None]
 L = TypeVar("L", SaveLease, LoadLease)
 
 
 class Publication(Protocol):
-    """A server's own stream of events, as sessions see it. For the server's loop."""
+    """Stream of a server's events, as sessions see it. For the server's loop."""
 
     def announcing(
         self, session: Session, key: ChunkKey, place: int, event: BlockStored
     ) -> Steps[None]:
-        """An engine says that this chunk is in this place."""
+        """Publish an engine's word that this chunk is in this place."""
 
     def gone(self, session: Session) -> None:
-        """Announcements of this session stay."""
+        """Note that a session has ended. Its announcements stay."""
 
 
 class Session:
-    """The session of one engine, over one Store that others use too. Not thread-safe.
+    """Session of one engine, over one Store that others use too. Not thread-safe.
 
     ``owner``: whose chunks the engine saves and may drop. ``client``: whose share of the slots it
-    is part of. Empty: it has a share of its own. ``mapped``: whether some process of the engine
-    maps the pool now, and can have filled what is to be committed. ``chunk_bytes``: how much of a
-    slot its chunks take. 0: all of it."""
+    is part of, or "" for a share of its own. ``mapped``: whether some process of the engine maps
+    the pool now, and can have filled what is to be committed. ``chunk_bytes``: how much of a slot
+    its chunks take, or 0 for all."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Session:
         self._saves: dict[int, SaveLease] = {}
         self._loads: dict[int, LoadLease] = {}
         self._held: dict[int, int] = {}
-        """Slots that each open lease counts for, by its number."""
+        """Slots counted for each open lease, by the lease's number."""
         self._numbers = 0
         self._works: dict[type, Callable[[Any], Answered]] = {
             wire.LookupCall: self._lookup,
@@ -104,8 +104,8 @@ class Session:
         return len(self._held)
 
     def begin(self, question: wire.Question) -> Answered:
-        """Pieces of memory work, each shorter than a millisecond, to be done to the end before the
-        next question. Raises WireError for a question that no correct client asks."""
+        """Answer a question in pieces, each shorter than a millisecond, to be done to the end
+        before the next question. Raises WireError for a question that no correct client asks."""
         return self._works[type(question)](question)
 
     def gone(self) -> None:
@@ -116,7 +116,7 @@ class Session:
             self._announced.gone(self)
 
     def ending(self) -> Steps[None]:
-        """End every lease. No slot is read or written any more."""
+        """End every lease. No process may still read or write a slot."""
         while self._held:
             yield from self._drop(next(iter(self._held))).closing()
             yield 0.0
@@ -239,7 +239,7 @@ class Session:
         return None
 
     def _request(self, number: int) -> int:
-        """A number among the requests of all engines."""
+        """Make a request's number unique among those of all engines."""
         return self.number << 32 | number
 
     def _invalidate_all(self, message: wire.InvalidateAllCall) -> Answered:
@@ -301,7 +301,7 @@ class Session:
             self._share.held -= count
 
     def _keep(self, leases: dict[int, L], lease: L, slots: int) -> Steps[int]:
-        """The lease's number. A lease without slots ends here, and its number is 0."""
+        """Keep a lease and return its number. A lease without slots ends here, as number 0."""
         if not slots:
             yield from lease.closing()
             return 0
@@ -316,14 +316,14 @@ class Session:
         self._share.held += slots - before
 
     def _opened(self, leases: dict[int, L], number: int) -> L:
-        """Raises WireError for a number that is not one of ``leases``."""
+        """Return an open lease. Raises WireError for a number that is not one of ``leases``."""
         if number not in leases:
             why = "of the other kind" if number in self._held else "not open"
             raise wire.WireError(f"lease {number} is {why}")
         return leases[number]
 
     def _drop(self, number: int) -> SaveLease | LoadLease:
-        """The caller ends the lease. Raises WireError when it is not open."""
+        """Remove a lease, which the caller ends. Raises WireError when it is not open."""
         if number not in self._held:
             raise wire.WireError(f"lease {number} is not open")
         self._book(number, 0)
@@ -338,7 +338,7 @@ class Session:
         return wire.Claim(id_, number, coming, slots, sources, self._renewed(slots))
 
     def _renewed(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """The engine that gets these slots may have locked pages that they had before."""
+        """Return these slots' renewals: engines may have locked pages that the slots had before."""
         renewals = self.store.sharing.renewals
         return [(slot, renewals[slot]) for slot in slots if slot in renewals] if renewals else []
 
@@ -354,7 +354,7 @@ def _split(blob: bytes) -> Steps[list[ChunkKey]]:
 
 
 def owners_session(owner: int, session: str) -> str:
-    """Two owners' sessions are two, whatever they are called."""
+    """Name a session so that two owners' sessions of one name differ."""
     return f"{owner} {session}" if session else ""
 
 

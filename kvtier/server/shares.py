@@ -34,7 +34,7 @@ from typing import NamedTuple, TypeVar
 from kvtier.core.steps import Steps
 
 _REST_FACTOR = 99
-"""Times as long as the work: it takes one part in a hundred of the time."""
+"""Pause in lengths of the work before it, which thus takes one part in a hundred of the time."""
 R = TypeVar("R")
 
 
@@ -53,7 +53,7 @@ class Shares:
         return share
 
     def join_stream(self, client: str) -> Share:
-        """A stream's share of what its client may have with all its streams together."""
+        """Return a stream's share of the share that all streams of its client have together."""
         self._clients = {name: one for name, one in self._clients.items() if one._shares}
         if client not in self._clients:
             whole = self.join()
@@ -62,7 +62,7 @@ class Shares:
 
 
 class Share:
-    """``shares``: all engines' of the pool. ``within``: the share that this one is a part of."""
+    """One engine's share. ``shares``: of all engines. ``within``: the share that contains it."""
 
     __slots__ = ("_held", "_shares", "_slots", "_within")
 
@@ -91,14 +91,14 @@ class Share:
         return max(0, free - reserve, min(own - self.held, free))
 
     def leave(self) -> None:
-        """No effect the second time."""
+        """Give the share back. Without effect the second time."""
         self._shares.discard(self)
         if self._within is not None and not self._shares:
             self._within.leave()
 
 
 class ScanLimiter:
-    """Bounds work that cannot be cut into pieces to a hundredth of the time. On the loop."""
+    """Limit of work that cannot be cut into pieces: a hundredth of the time. On the loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -115,10 +115,10 @@ class ScanLimiter:
 
 
 _LEAST_PARTS = 240
-"""23 sizes that only keep their least part leave nine tenths to the 24th."""
+"""Part of a place that each size keeps. 23 sizes with only theirs leave nine tenths to the 24th."""
 _TURN_PARTS, _TURN_BYTES = 8, 8 << 30
 _HOTTER_FACTOR, _HOTTER_TURNS = 1.25, 2
-"""In turns: the giver's coldest chunk must be unused for this much longer than the taker's."""
+"""Factor and turns by which a giver's coldest chunk must be unused longer than the taker's."""
 
 
 class Side(NamedTuple):
@@ -126,21 +126,21 @@ class Side(NamedTuple):
 
     room: int
     unit: int
-    """Of one chunk."""
+    """Bytes of one chunk."""
     fixed: int
-    """Taken even without any chunk."""
+    """Bytes that are taken even without any chunk."""
     used: int
     wanted: int = 0
-    """Of the chunks that found no free room in the last turn."""
+    """Bytes of the chunks that found no free room in the last turn."""
     age: int | None = None
-    """Turns since the last use of the coldest chunk. None: no chunk can leave, or unknown."""
+    """Turns since the last use of the coldest chunk. None if no chunk can leave, or unknown."""
 
     def least(self, place: int) -> int:
         return self.fixed + max(self.unit, place // _LEAST_PARTS)
 
 
 def divide(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
-    """Rooms when a size has come or gone.
+    """Return each size's room after a size has come or gone.
 
     Each size first gets room for what it holds. Free room then makes the sizes as equal as it can.
     When there is too little, the largest sizes give, down to what each always keeps."""
@@ -177,7 +177,7 @@ def shift(place: int, sides: Mapping[int, Side]) -> dict[int, int]:
 def _givers(
     place: int, sides: Mapping[int, Side], rooms: Mapping[int, int], taker: int
 ) -> list[tuple[int, int]]:
-    """Sizes that give to ``taker``, and the most of each: free room, then coldest chunks."""
+    """Return sizes and the most that each gives ``taker``: free room, then room of cold chunks."""
     others = {size: side for size, side in sides.items() if size != taker}
     bound = _HOTTER_FACTOR * (sides[taker].age or 0) + _HOTTER_TURNS
     free = {

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 _MOST_FOUND_CHUNKS = 4096
-"""Of a run that one Find claims and answers for."""
+"""Most chunks that one Find claims and answers for."""
 PIECE_BYTES = 256 * 1024
-"""Hashed and copied in one turn of the loop, in about 0.1 ms."""
+"""Bytes hashed and copied in one turn of the loop, in about 0.1 ms."""
 
 
 class ChunkStream:
-    """The stream of one connection. Not thread-safe.
+    """Stream of one connection. Not thread-safe.
 
     Every method may raise WireError. The connection ends then, and :meth:`end` gives back what it
     held. ``owner``: whose chunks the engine saves and may drop. ``write`` hands bytes to the
@@ -57,11 +57,11 @@ class ChunkStream:
         self._key = ChunkKey(b"")
         self._save: SaveLease | None = None
         self._load: LoadLease | None = None
-        """Of the run that is looked for, or of the chunk that is got."""
+        """Lease of the run that is looked for, or of the chunk that is sent."""
         self._share = size_class.shares.join_stream(client)
         self._known = 0
         self._view: memoryview | None = None
-        """The chunk on its way. None while no bytes flow."""
+        """Memory of the chunk on its way, or None while no bytes flow."""
         self._at = 0
         self._hash = xxhash.xxh3_128()
 
@@ -70,7 +70,7 @@ class ChunkStream:
         return self._save is not None or self._load is not None
 
     def begin(self, message: wire.StreamQuestion) -> Steps[None]:
-        """Pieces, to be done to the end before the next message."""
+        """Answer a message in pieces, to be done to the end before the next message."""
         if isinstance(message, wire.Seal):
             self._sealed(message)
             return
@@ -95,7 +95,7 @@ class ChunkStream:
             self._put(ChunkKey(message.key))
 
     def end(self) -> None:
-        """Only this process writes and reads its slots, so they are free at once."""
+        """Free the slots at once: only this process writes and reads them."""
         self._end()
         self._share.leave()
 
@@ -108,7 +108,7 @@ class ChunkStream:
     # ---- find ------------------------------------------------------------------------------------
 
     def _find(self, keys: list[ChunkKey]) -> Steps[None]:
-        """Claim the run too, so that chunks of lower tiers are on their way when asked for."""
+        """Look a run up, and claim it: chunks of lower tiers are then on their way already."""
         if keys == [wire.OTHER_SIZE]:
             apart = self._store.sharing.is_elsewhere(self._owner)
             self._write(wire.frame(wire.Found(self._id, int(apart))))
@@ -177,7 +177,7 @@ class ChunkStream:
         self._write(wire.frame(wire.Go(self._id, True, False)))
 
     def room(self) -> memoryview | None:
-        """For the next bytes from the socket. None when a message is expected."""
+        """Return memory for the next bytes from the socket, or None when a message is expected."""
         if self._view is None or self._at == self._chunk_bytes or self._save is None:
             return None
         return self._view[self._at : self._at + PIECE_BYTES]

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from kvtier.protocol import wire
 
 _IDLE_S, _AGAIN_S, _TRIES = 20, 10, 3
-"""A host that is gone without a word is noticed within a minute."""
+"""Keep-alive's seconds and tries: a host gone without a word is noticed within a minute."""
 
 
 class Witnesses:
-    """The read ends of the pipes whose write ends an engine's processes hold. On the loop.
+    """Witnesses of one engine: pipes' read ends, whose write ends its processes hold. On the loop.
     ``closed``: called when one of them has ended."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Witnesses:
             self._end(end)
 
     def _read(self, end: int) -> None:
-        """End-of-file: no process has this witness open. No process should ever write to it."""
+        """End a witness at its end-of-file: no process has it open. Nobody should write to it."""
         with contextlib.suppress(BlockingIOError):
             if os.read(end, 4096):
                 return
