@@ -48,7 +48,7 @@ class Home(NamedTuple):
     tokens: list[int]
     """Anchor, document and filler: whole chunks."""
     document: Range
-    """Where the document lies in it."""
+    """Place of the document in the tokens."""
 
 
 def compose(

@@ -411,7 +411,7 @@ class Geometry:
 
     @cached_property
     def keep_tokens(self) -> int:
-        """Distance of hits' ends within a prompt, at attention chunks' ends, which need nothing."""
+        """Distance of kept ends within a prompt, a multiple of chunks and attention chunks."""
         spans = [group.span for group in self.groups if group.kind is Kind.LOCAL]
         unit = math.lcm(self.chunk_tokens, *spans)
         longest = max((group.span for group in self.others), default=0)

@@ -62,7 +62,7 @@ def say_action(words: Words, kind: Any, payload: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class Said:
     session: str = ""
-    """Name of fixed length, different for each cache salt. Empty if none was given."""
+    """Session's name, of fixed length, different for each cache salt. Empty if none was given."""
     hint: Hint = NO_HINT
     kinds: Sequence[str] = ()
     """Kinds of the hints, from :data:`KINDS`, each as often as it was said."""

@@ -94,7 +94,7 @@ class HostPools(PoolAddress):
 
 
 class Move(NamedTuple):
-    """Pieces of one group. A load may start inside its first piece and end inside its last."""
+    """Copy of one group's pieces. A load may start in its first piece and end in its last."""
 
     group: int
     """Index among the groups that are kept."""

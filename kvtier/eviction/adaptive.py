@@ -34,8 +34,8 @@ _ALONE_PARTS = 8
 
 
 class Exclusive(Segments):
-    """Copies of what RAM keeps leave early, so that RAM and the tier together hold more different
-    chunks. ``ram`` is the order of the RAM above it, which the same lock guards."""
+    """Order in which copies of what RAM keeps leave early, so that RAM and the tier together hold
+    more different chunks. ``ram`` is the order of the RAM above it, which the same lock guards."""
 
     __slots__ = ("_alone", "_may_be_alone", "_may_leave", "_ram", "_twice")
 

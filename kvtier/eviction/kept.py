@@ -147,7 +147,7 @@ class _Salts:
     def __init__(self) -> None:
         self.count = 0
         self._keys: dict[str, OrderedDict[ChunkKey, None]] = {}
-        """Each salt's chunks, coldest first."""
+        """Salt -> its chunks, coldest first."""
         self._with: dict[int, OrderedDict[str, None]] = {}
         self._most = 0
         """Chunks of the salt that keeps most."""

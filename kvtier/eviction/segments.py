@@ -24,10 +24,10 @@ _TRIM_CHUNKS = 4
 
 
 class Setting(NamedTuple):
-    """How much a :class:`Segments` favours chunks that came back."""
+    """Preference of a :class:`Segments` for chunks that came back."""
 
     share: float
-    """The part of the room for chunks that came back. 0: the order is LRU."""
+    """The part of the room for chunks that came back, 0 for LRU."""
     memory: float
     """Departures for which a chunk that left is remembered, as a multiple of the room."""
 

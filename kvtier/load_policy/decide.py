@@ -32,7 +32,7 @@ which takes less than half of this."""
 
 
 class LoadPolicy:
-    """Learns from every step of one engine. Called by vLLM's scheduling loop, one thread.
+    """Choice of loads that learns from every step of one engine, in its scheduling loop's thread.
 
     An engine that has just started knows nothing of its speed, or what an earlier run has measured.
     Until its first load has ended it loads what it can: a local disk beats computing on every

@@ -122,8 +122,8 @@ class Prefill:
 
 
 class StepClock:
-    """How long the engine was busy with a step: from when it was planned, or the step before had
-    ended if that is later, until its output was seen by the scheduler.
+    """Clock of how long the engine was busy with a step: from when it was planned, or the step
+    before had ended if that is later, until its output was seen by the scheduler.
 
     That is a first-come-first-served server's service time, so neither idle time nor steps planned
     ahead (asynchronous scheduling, pipeline stages) count, and it needs no clock of the device,

@@ -65,7 +65,7 @@ _STATE = attrgetter("state")
 
 
 class Directory:
-    """Which chunk is where.
+    """Index of which chunk is where, and in which state.
 
     Args:
         slots: the number of RAM slots.

@@ -111,7 +111,7 @@ class TierIndex:
         self.leaving.difference_update(keys)
 
     def make_room(self, owner: int) -> list[ChunkKey] | None:
-        """Evict for one more chunk of ``owner``. Returns what leaves; None if nothing can."""
+        """Evict for one more chunk of ``owner``. Returns the keys that leave, None if none can."""
         spent = self.quota.spent(owner)
         if not spent and len(self) < self.capacity:
             return []

@@ -50,7 +50,7 @@ class Tier(ABC):
     chunk_room: int = 0
     """Bytes that a chunk takes of a budget that several Stores divide. 0: no such budget."""
     fixed_room: int = 0
-    """Bytes that the tier takes of that budget when empty."""
+    """Bytes that the empty tier takes of such a budget."""
 
     # ---- chunks ----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class OwnFolder:
-    """``path``, open until the ``with`` block ends.
+    """Folder ``path``, open until the ``with`` block ends.
 
     Args:
         path: the folder.

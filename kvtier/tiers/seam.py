@@ -98,7 +98,7 @@ class ConfigSection:
     name: ClassVar[str]
     """Word above the keys, which is also the tier's name in metrics."""
     prefix: ClassVar[str | None] = None
-    """First part of each flat key, or None for ``name`` and ``_``."""
+    """First part of each flat key, or None for ``name`` with ``_`` behind."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Keys of earlier versions, without the section -> replacement."""
 

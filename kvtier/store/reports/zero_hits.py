@@ -69,7 +69,7 @@ def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
 
 
 class ZeroHits:
-    """Compares counts that only grow. One thread uses it, or the caller's lock guards it.
+    """Watch of counts that only grow. One thread uses it, or the caller's lock guards it.
 
     ``room``: how much the cache holds, see :func:`room`. ``found``: chunks that lower tiers held at
     the start. ``chunks``: the least number of asked chunks in a window without a hit, and

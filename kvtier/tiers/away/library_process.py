@@ -71,7 +71,7 @@ class _Seat(NamedTuple):
 
 
 class LibraryProcess:
-    """A library's calls.
+    """Calls to a library in a process of its own.
 
     Args:
         library: runs in the process.
@@ -180,7 +180,7 @@ class _Process:
             self.free.put(_Seat(one, view[index * room : (index + 1) * room]))
 
     def _told(self, what: object, limit_s: float, words: str) -> None:
-        """Do a step of the start. ``words``: template of the message for a fault."""
+        """Do a step of the start. Raises HopelessError with ``words`` about a fault."""
         if fault := self._answer(self._control, what, limit_s):
             self.end()
             _, kind, text = fault

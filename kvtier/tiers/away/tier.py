@@ -72,8 +72,8 @@ ASKED_CHUNKS = 512
 
 
 class AwayTier(Tier):
-    """Chunks that others see and write too. ``place``: the tier's name in logs. ``events``: counts
-    besides :data:`AWAY_EVENTS`."""
+    """Tier whose chunks others see and write too. ``place``: the tier's name in logs. ``events``:
+    counts besides :data:`AWAY_EVENTS`."""
 
     shared = True
 

@@ -192,7 +192,7 @@ __all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
 
 SECTION = RedisSection
 _CONNECTIONS = 4
-"""Connections to a node, so calls at once. Several hide the network's round trip."""
+"""Connections to a node, and so calls at once. Several hide the network's round trip."""
 _PREFIX = "kvtier"
 _TRIAL_BYTES = 16 << 20
 _TRIAL_TTL_S = 300

@@ -1,1 +1,1 @@
-"""The recorder: which prompts and hints came, written as a trace without text and tokens."""
+"""Recorder: which prompts and hints came, written as a trace without text and tokens."""

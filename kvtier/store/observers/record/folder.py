@@ -1,8 +1,7 @@
-"""Where a trace is written: a folder of files that follow each other, and the salt of their ids.
+"""Record folder: files of a trace that follow each other, and the salt of their ids.
 
 The folder has one owner at a time, and must be this user's alone (:mod:`kvtier.tiers.own_folder`):
-a trace says when who asked how much. Files of other names are left alone.
-"""
+a trace says when who asked how much. Files of other names are left alone."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ class FilePosition(NamedTuple):
     name: str
     is_new: bool
     leaving: list[str]
-    """Files that are removed first."""
+    """Names of files that are removed first."""
 
 
 class Rotation:
-    """Which file is next, and which ones leave. Pure. ``found``: names and sizes of the files that
-    are there, the oldest first. One that is larger than ``file_bytes``, or older than ``file_s``,
-    is ended. ``most_bytes``: the bound of all together."""
+    """Order of the files: which one is next, and which ones leave. Pure. ``found``: names and sizes
+    of the files that are there, the oldest first. One that is larger than ``file_bytes``, or older
+    than ``file_s``, is ended. ``most_bytes``: the bound of all together."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Rotation:
         self._name, self._size, self._begun = "", 0, 0.0
 
     def place(self, now: float, count: int) -> FilePosition:
-        """Where ``count`` bytes are written at ``now``, in seconds since 1970."""
+        """Return the file for ``count`` bytes at ``now``, in seconds since 1970."""
         full = self._size + count > self._file_bytes
         is_new = not self._name or full or not 0 <= now - self._begun < self._file_s
         if is_new:
@@ -77,7 +76,7 @@ class Rotation:
         return sum(size for _, size in self._ended)
 
     def _name_of(self, now: float) -> str:
-        """Sorted behind all others, also when the clock was set back."""
+        """Return a name that sorts behind all earlier ones, also when the clock was set back."""
         name = FILES.replace("*", f"{int(now * 1000):015d}")
         last = self._ended[-1][0] if self._ended else ""
         if name > last:
@@ -122,7 +121,7 @@ class RecordFolder:
         self.rotation = Rotation(found)
 
     def opened(self, *, make: bool = False) -> OwnFolder:
-        """The folder, when it is this user's alone. Raises ConfigError and OSError."""
+        """Open the folder, if it is this user's alone. Raises ConfigError and OSError."""
         return OwnFolder(self.path, f"record={self.path}", ConfigError, make=make)
 
     def close(self) -> None:
@@ -132,12 +131,12 @@ class RecordFolder:
 
 
 def record_folder(path: str, replica: int = 0) -> Path:
-    """Each replica of an engine has a folder of its own."""
+    """Return the folder of an engine's replica: each has its own."""
     return Path(path) / f"replica{replica}" if replica else Path(path)
 
 
 class RecordWriter:
-    """Writes a recorder's notes into its folder. One thread. ``clock``: seconds since 1970."""
+    """Writer of a recorder's notes into its folder. One thread. ``clock``: seconds since 1970."""
 
     def __init__(
         self, recorder: Recorder, folder: RecordFolder, clock: Callable[[], float] = time.time
@@ -147,10 +146,10 @@ class RecordWriter:
         self._path = folder.path
         self._size = 0
         self.trouble = ""
-        """Empty: nothing is wrong now."""
+        """Fault in words, or empty if nothing is wrong now."""
 
     def write_all(self) -> None:
-        """Write what waits. The log says once that it cannot be, and once that it can again."""
+        """Write all notes that wait. Logs once that this fails, and once that it works again."""
         while (batch := self._recorder.take()).lines:
             before, self.trouble = self.trouble, ""
             try:
@@ -190,7 +189,7 @@ class RecordWriter:
         rotation.wrote(done)
 
     def _undo(self) -> None:
-        """A part of a line may have been written. The next lines go into another file."""
+        """Cut off a line that was written in part. The next lines go into another file."""
         if self._file >= 0:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)

@@ -24,10 +24,10 @@ SALT_BYTES = 32
 _ID_BYTES = 8
 _WAITING_NOTES = 4096
 _MOST_KEYS = 1 << 18
-"""Keys that wait: 24 MiB together."""
+"""Most keys that wait: 24 MiB together."""
 _OPEN_PROMPTS, _LONGEST_OPEN_S = 1024, 600.0
-"""Prompts whose requests have not ended. Their lines are written when that is known, and without it
-when they are too many or too old."""
+"""Most prompts whose requests have not ended, and their greatest age. Their lines are written when
+the end is known, and without it beyond these bounds."""
 _TURN_BYTES = 1 << 18
 """Bytes of the lines that are made at once."""
 
@@ -38,7 +38,7 @@ class _Item(NamedTuple):
     asker: Asker
     hint: Hint | None = None
     ended: Ended | None = None
-    """How a prompt's request ended, if known."""
+    """End of a prompt's request, if known."""
 
 
 class Batch(NamedTuple):
@@ -47,20 +47,20 @@ class Batch(NamedTuple):
 
 
 class Recorder(Observer):
-    """Notes of one process. One thread at a time calls :meth:`take`. ``salt``: of the folder that
-    is written to. ``clock``: seconds since 1970."""
+    """Queue of one process's notes. One thread at a time calls :meth:`take`. ``salt``: of the
+    folder that is written to. ``clock``: seconds since 1970."""
 
     def __init__(self, salt: bytes, clock: Callable[[], float] = time.time) -> None:
         self._salt, self._clock = salt, clock
         self._waiting: deque[_Item] = deque()
         self._open: OrderedDict[int, _Item] = OrderedDict()
-        """By the requests' numbers. :attr:`_lock` guards it, for a step in memory only."""
+        """Request's number -> prompt. :attr:`_lock` guards it, for a step in memory only."""
         self._lock = threading.Lock()
         self._noted_keys = self._taken_keys = 0
         self.on_note: Callable[[], object] = lambda: None
         """Called after each note. It must not wait."""
         self.on_close: Callable[[float], bool] = super().close
-        """Called when a Store that has it ends."""
+        """Called when a Store that has this observer ends."""
         self.counts: Counter[str] = Counter(recorded=0, unrecorded=0)
         """Lines. ``unrecorded``: the queue was full, or the folder could not be written."""
 
@@ -84,7 +84,7 @@ class Recorder(Observer):
             self._note(item._replace(ended=ended))
 
     def release(self, older_s: float = 0.0) -> None:
-        """Note prompts that came so long ago without their ends."""
+        """Note prompts that are at least ``older_s`` old, without their requests' ends."""
         until = self._clock() - older_s
         with self._lock:
             old = [number for number, item in self._open.items() if item.at <= until]
@@ -115,7 +115,7 @@ class Recorder(Observer):
         self.on_note()
 
     def take(self) -> Batch:
-        """The next lines. Their writer calls :meth:`ended`."""
+        """Return the next lines. Their writer calls :meth:`ended`."""
         self.release(_LONGEST_OPEN_S)
         lines, size = list[bytes](), 0
         while self._waiting and size < _TURN_BYTES:
