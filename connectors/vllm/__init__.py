@@ -37,7 +37,7 @@ EXTENSIONS = "extensions"
 """Key of ``kv_connector_extra_config`` with other packages' extensions
 (:mod:`.extensions.installed`)."""
 
-# Under vLLM's own logger, because kvtier's loggers are not set up yet when plug-ins are loaded.
+# Under vLLM's own logger: kvtier's loggers are not set up yet when plug-ins are loaded.
 logger = logging.getLogger("vllm.kvtier")
 
 

@@ -33,8 +33,8 @@ from kvtier.connectors.vllm.scheduler_side.orphans import end_with_parent
 from kvtier.connectors.vllm.stats import TierMetrics, TierStats
 from kvtier.core.errors import ConfigError, KVTierError
 
-# A process of an engine has one half, and one that only serves metrics has none: what a half needs
-# is imported where it is made.
+# Imports for a half are where it is made: a process of an engine has one half, and one that only
+# serves metrics has none.
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (

@@ -76,7 +76,7 @@ class Exclusive(Segments):
             self._alone.pop(key, None)
 
     def coldest(self) -> ChunkKey | None:
-        # The hottest of RAM leave first here: it will be longest until they are written again.
+        # RAM's hottest chunks leave first here: RAM will drop, and so write, them last.
         twice = self._twice
         while twice and self._may_leave >= 1 and self._has_room_for_one_more():
             key = next(reversed(twice))

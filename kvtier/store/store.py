@@ -493,7 +493,7 @@ class Store:
             return stats
 
     def status(self) -> SizeClassStatus:
-        # here, because it brings msgspec, which nothing else in a Store needs
+        # imported here: it brings msgspec, which nothing else in a Store needs
         from kvtier.store.reports.status import read
 
         return read(self)

@@ -242,7 +242,7 @@ class WorkerHalf:
         ends = extension.step(metadata, part, lambda: self._clock() < until, refused=refused)
         for end in ends:
             self._ends.told(end)
-        # Not as a load's time, because estimates of plain loads are made of those.
+        # Counted with saves, because the time of loads makes estimates of plain loads.
         self._ends.report.save_s += self._clock() - begun
 
     def _copy_s(self, computes: bool) -> float:

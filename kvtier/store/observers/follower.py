@@ -193,7 +193,7 @@ class Follower(Observer):
         run = item.run or self._sessions.last(item.session)
         if item.hint.over:
             over = list[ChunkKey]()
-            # The beginning first: the end is the coldest.
+            # From the beginning on, so that the end becomes the coldest.
             for part in self._sessions.exclusive(run):
                 with self._lock:
                     unused = self._uses.unused(part, item.number)
