@@ -37,7 +37,7 @@ class Composed(NamedTuple):
 
     tokens: list[int]
     ranges: list[Range]
-    """The anchor's, then one for each document, as they stand in the prompt."""
+    """Range of the anchor, then of each document, as they stand in the prompt."""
     documents: list[int]
     """For each range after the anchor's, the index of its document in the given sequence."""
 

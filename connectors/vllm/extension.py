@@ -95,7 +95,7 @@ class Extension:
         return 0
 
     def allocated(self, prompt: Prompt, blocks: Any, tokens: int) -> bool:
-        """Promised ``tokens`` are to be loaded into the blocks. Returns whether it does that."""
+        """Promised ``tokens`` are to be loaded into the blocks. Returns whether it loads them."""
         return False
 
     def answered(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:

@@ -278,7 +278,7 @@ class Geometry:
         return keys[chunk] if mask is None else mask.key(keys[chunk])
 
     def begins_before(self, piece: Piece, end: int) -> bool:
-        """Return whether a hit of ``end`` tokens, which may end in a chunk, has some of it."""
+        """Return whether a hit of ``end`` tokens, even within a chunk, has some of ``piece``."""
         return piece.group.is_at_ends or piece.number * self.piece_tokens < end
 
     # ---- runs ------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ def _of_model(model: Any, kv_cache_config: Any) -> str:
 
 
 def _of_engine(vllm_config: Any) -> str:
-    """Return why this engine may not, "" if it may: batch invariance, or the platform."""
+    """Return why this engine may reuse no prefix, or "": batch invariance, or the platform."""
     from vllm import envs
     from vllm.platforms import CpuArchEnum, current_platform
 

@@ -168,7 +168,7 @@ _registered: list[Any] = []
 
 
 class TierStats(KVConnectorStats):
-    """``data``: counts of chunks ``loaded_<place>``, ``declined_<reason>``, ``missed_<reason>``,
+    """Counts: chunks ``loaded_<place>``, ``declined_<reason>``, ``missed_<reason>``,
     hints ``hints_<kind>``, ``zero_hits`` as 1 or 0 where changed, and :class:`Figures`."""
 
     def reset(self) -> None:

@@ -140,7 +140,7 @@ class Kept:
 
 
 class _Salts:
-    """Kept chunks of one owner, by cache salt. No step takes longer the more there are."""
+    """Kept chunks of one owner, by cache salt. No step depends on their number."""
 
     __slots__ = ("_keys", "_most", "_with", "count")
 

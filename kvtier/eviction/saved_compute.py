@@ -31,8 +31,7 @@ def weight(position: float, s0: float = DEFAULT_S0_TOKENS) -> float:
 
 class SavedCompute(NamedTuple):
     """Compute that hits spare a model. The unit is the prefill of one chunk at a prompt's
-    beginning: times ``chunk_tokens`` and the seconds of a token without attention, they are
-    seconds."""
+    beginning. Times ``chunk_tokens`` and the seconds of a token without attention it is time."""
 
     chunk_tokens: int = _TYPICAL_CHUNK_TOKENS
     s0: float = DEFAULT_S0_TOKENS

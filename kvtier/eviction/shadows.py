@@ -96,7 +96,7 @@ class Shadows:
         self.resize(room)
 
     def resize(self, room: int) -> None:
-        """Set the live place's capacity, in chunks. The shadows start empty, with their scores."""
+        """Set the live place's room, in chunks. The shadows start empty and keep their scores."""
         self.room, self.part = room, min(1.0, _MOST_ROOM_CHUNKS / max(1, room))
         before, size = self._shadows, max(_LEAST_ROOM_CHUNKS, int(room * self.part))
         self._shadows = [Shadow(size, setting) for setting in self.settings]

@@ -14,7 +14,7 @@ from kvtier.core.lookup import Asking
 
 _LEAST_ODDS = 0.02
 _SAFETY_PART = 0.9
-"""Part of what a wait saves that the wait must cost less than: at break-even neither gains."""
+"""Part of what a wait saves that bounds what it may cost: at break-even neither gains."""
 _PATIENCE_FACTOR, _LEAST_PATIENCE_PART = 3.0, 1 / 8
 """Patience: multiple of its estimate after which a load is given up, and part of what it saves that
 it may always take. The first reads of a tier open connections and touch memory, and to lose seconds

@@ -145,7 +145,7 @@ class LoadPolicy:
     # ---- learning --------------------------------------------------------------------------------
 
     def planned(self, work: Work) -> int:
-        """Begin a step of ``(tokens, tokens there before)`` of each request. Returns its number."""
+        """Note that a step with this work is planned. Returns its number."""
         return self._steps.plan(self.clock(), work)
 
     def load_began(self, tokens: int) -> None:

@@ -20,7 +20,7 @@ fixed cost of a step hides it."""
 _HALF_TOKENS = 32_768
 """Tokens after whose prefill half of the estimate comes from them."""
 _APART_TOKENS = 256.0
-"""Steps whose depths are closer than this many tokens do not tell what depth costs."""
+"""Difference of steps' depths below which they do not tell what depth costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class StepClock:
         self._warm = False
 
     def plan(self, now: float, work: Work) -> int:
-        """Begin a step that computes ``work``. Returns its number."""
+        """Note that a step with this work is planned. Returns its number."""
         self.number += 1
         self._planned[self.number] = now, work
         return self.number

@@ -65,7 +65,7 @@ class OwnHost:
         return replace(job, pool=job.pool.hosts[self._host], moves=moves)
 
     def _move(self, move: Move, counts: list[int]) -> Move:
-        """Return the move here. A save leaves out pieces that are here. A load has all slots."""
+        """Return this host's part of a move. A save leaves out pieces that this host has."""
         slots = [slot_of(counts, number, self._host) for number in move.slots]
         found = [slot for slot in slots if slot is not None]
         if len(found) == len(slots):

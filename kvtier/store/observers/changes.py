@@ -21,7 +21,7 @@ _WAITING_CHANGES = 1 << 16
 
 
 class Changes(Observer):
-    """A :class:`kvtier.api.Watched`. One thread asks. ``lock`` is the Store's.
+    """The :class:`kvtier.api.Watched` of a Store, for one thread. ``lock`` is the Store's.
 
     Args:
         place_names: RAM's name and the tiers', in the order of the places.

@@ -72,7 +72,7 @@ class _Item(NamedTuple):
     run: Sequence[ChunkKey]
     session: str
     hint: Hint = NO_HINT
-    """:data:`NO_HINT` for a prompt."""
+    """Hint of a client, or :data:`NO_HINT` for a prompt."""
     number: int = 0
     """Number of the hint in :class:`UsesSince`."""
     at: float = 0.0

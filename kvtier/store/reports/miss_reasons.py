@@ -125,7 +125,7 @@ _LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20
 
 
 class Past(Observer):
-    """Departures, twice as many as its Directory has room for chunks, within 256 KiB and 8 MiB, by
+    """Memory of departures: twice as many as its Directory has room, within 256 KiB and 8 MiB, by
     parts of keys, which say nothing without the tokens. The Directory's lock guards it."""
 
     __slots__ = ("_directory", "_marks")

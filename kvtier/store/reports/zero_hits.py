@@ -69,7 +69,7 @@ def totals(stats: Mapping[str, int]) -> tuple[int, int, int, dict[str, int]]:
 
 
 class ZeroHits:
-    """Watch of counts that only grow. One thread uses it, or the caller's lock guards it.
+    """Watch for times without hits, by counts that only grow. One thread, or under a lock.
 
     ``room``: how much the cache holds, see :func:`room`. ``found``: chunks that lower tiers held at
     the start. ``chunks``: the least number of asked chunks in a window without a hit, and

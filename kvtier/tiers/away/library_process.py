@@ -53,7 +53,7 @@ class HopelessError(LibraryError):
 class Library(NamedTuple):
     name: str
     file: str
-    """FILE of :mod:`kvtier.tiers.away.library_main`."""
+    """Path of the program that speaks to it: FILE of :mod:`kvtier.tiers.away.library_main`."""
     python: str
     """Interpreter that has the library."""
     setup: Callable[[], object]
@@ -76,8 +76,8 @@ class LibraryProcess:
     Args:
         library: runs in the process.
         room: bytes of memory for each call.
-        calls: at once.
-        limit_s: for one call.
+        calls: the most at once.
+        limit_s: time for one call.
         environment: of the process, with the library's own secrets and no others: the library's
             other end may be hostile.
 

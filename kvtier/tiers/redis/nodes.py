@@ -78,7 +78,7 @@ class _Asked(Nodes):
         self._stale = True
 
     def _renew(self, learn: Callable[[Wire, Address], None], *, known: bool) -> None:
-        """Ask if the answer is old, and not just asked. ``known``: a failure keeps the old one."""
+        """Ask anew if the answer is stale. With ``known``, not too often, and a fault keeps it."""
         if not self._stale or (known and self._clock() < self._again_at):
             return
         if not self._lock.acquire(timeout=0 if known else self._factory.timeout_s):

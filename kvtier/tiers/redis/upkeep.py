@@ -30,7 +30,7 @@ _SIGNED_MS = 300_000
 _SIGN_S, _AWAY_S = 60.0, 5.0
 _SIGN_BYTES = 512
 _MEMBER = re.compile(rb"\b[0-9a-f]{16}(:[0-9]{1,10})\b")
-"""Member of a sign: a process, and its chunk's bytes, which older versions leave out."""
+"""Pattern of a sign's member: a process, and its chunk's bytes, if it is no older version."""
 _MEMBERS = 64
 _SIGNED = Bounds(8192, _MEMBERS, 1)
 _SCAN_NAMES = 1000
@@ -47,7 +47,7 @@ _BASE = rb":[0-9]{1,3}:[0-9a-f]{2,64}:"
 
 @dataclass(slots=True)
 class Fingerprint:
-    """Chunks of another fingerprint, as far as seen. ``idle_s``: since any was used."""
+    """Seen chunks of another fingerprint. ``idle_s``: seconds since any of them was used."""
 
     chunks: int = 0
     idle_s: int = 1 << 40

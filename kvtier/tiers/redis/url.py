@@ -55,7 +55,7 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS's files. ``ca`` None: the system's authorities. ``certificate`` and ``key``: ours."""
+    """Options of TLS. ``ca`` None: the system's. ``certificate`` and ``key``: this client's."""
 
     ca: str | None = None
     certificate: str | None = None
