@@ -63,7 +63,8 @@ class HostCopier:
 
 
 def plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Array | None]:
-    """``(block in chunk, block id, count)`` of each run of ids, and all ids when runs are short."""
+    """Return ``(block in chunk, block id, count)`` of each run of ids, and all ids if runs are
+    short."""
     runs, start = [], 0
     for index in range(1, len(blocks) + 1):
         if index == len(blocks) or blocks[index] != blocks[index - 1] + 1:
@@ -74,17 +75,17 @@ def plan(at: int, blocks: Sequence[int]) -> tuple[list[tuple[int, int, int]], Ar
 
 
 _SERVED = ("cpu", "cuda")
-"""torch calls ROCm's devices ``cuda`` too."""
+"""Kinds of devices that are served. torch calls ROCm's ``cuda`` too."""
 
 
 def nothing(_part: torch.Tensor) -> None:
-    """No slot is page-locked."""
+    """Return None, as no slot is page-locked."""
 
 
 class PagedBlocks:
-    """Raises LayoutError when the regions cannot belong to one engine (none, several devices, or
-    unequal block counts), when they lie on a device that is neither a CPU nor a CUDA device, or
-    when they leave no room for staging memory. ``block_bytes``: of one block in all regions."""
+    """An engine's blocks. Raises LayoutError when the regions cannot belong to one engine (none,
+    several devices, or unequal block counts), lie on a device that is neither a CPU nor a CUDA
+    device, or leave no room for staging memory. ``block_bytes``: of one block in all regions."""
 
     def __init__(
         self,
@@ -125,9 +126,9 @@ class PagedBlocks:
         )
 
     def describe(self) -> dict[str, Any]:
-        """JSON that decides the meaning of a slot part's bytes, equal for engines that differ
-        only in the number of blocks. CPU attention kernels pack keys by the instruction set that
-        they find, which no stride shows."""
+        """Return JSON that decides the meaning of a slot part's bytes, equal for engines that
+        differ only in the number of blocks. CPU attention kernels pack keys by the instruction set
+        that they find, which no stride shows."""
         return {
             "device": _device_kind(self._device),
             "regions": len(self._regions),
@@ -137,20 +138,20 @@ class PagedBlocks:
         }
 
     def save(self, jobs: Sequence[Job]) -> Copy:
-        """Every job names all blocks of its chunk. Raises StateError before any byte moves. Runs
-        after the work queued on the current stream. Nothing of that stream may overwrite the
-        blocks before :meth:`settle`."""
+        """Copy blocks to slots. Every job names all blocks of its chunk. Raises StateError before
+        any byte moves. Runs after the work queued on the current stream, of which nothing may
+        overwrite the blocks before :meth:`settle`."""
         return self._copier.save(jobs, self._checked(jobs, fewest=self.blocks_per_chunk))
 
     def settle(self) -> None:
-        """Later work of the current stream waits until the blocks of all saves are read."""
+        """Make later work of the current stream wait until the blocks of all saves are read."""
         if isinstance(self._copier, StagedCopier):
             self._copier.settle()
 
     def load(self, jobs: Sequence[Job]) -> Copy:
-        """A job may cover a part of its chunk, and no other block is touched. Raises StateError
-        before any byte moves. Runs after the work queued on the current stream. The engine may
-        not use the blocks before the copy is done, because its stream does not wait for it."""
+        """Copy slots to blocks. A job may cover a part of its chunk. Raises StateError before any
+        byte moves. Runs after the work queued on the current stream. The engine may not use the
+        blocks before the copy is done, because its stream does not wait for it."""
         return self._copier.load(jobs, self._checked(jobs, fewest=1))
 
     @property
@@ -159,7 +160,7 @@ class PagedBlocks:
         return isinstance(self._copier, HostCopier)
 
     def _checked(self, jobs: Sequence[Job], fewest: int) -> Array:
-        """Blocks of all jobs."""
+        """Check the jobs. Returns the blocks of all."""
         size, most = self.blocks_per_chunk * self.block_bytes, self.blocks_per_chunk
         for part, first, blocks in jobs:
             if part.dtype != torch.uint8 or part.numel() != size or not part.is_contiguous():

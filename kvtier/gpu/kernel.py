@@ -25,7 +25,7 @@ _WORDS = {
     torch.uint8: tl.uint8,
 }
 _MOST_WORDS = 1024
-"""Words of one program: 8 KiB of the widest words, 8 words for each thread."""
+"""Most words that one program moves: 8 KiB of the widest words, 8 words for each thread."""
 
 
 @triton.jit(
@@ -63,9 +63,9 @@ def _move_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 a laun
 
 
 class KernelRows:
-    """Compiled and tried out when it is made, on memory of its own, so that no request waits for
-    the compiler. One launch for each batch. Raises what Triton raises where it does not support
-    the device, and RuntimeError when the moved bytes are wrong."""
+    """Rows moved by the kernel, one launch a batch. It is compiled and tried out on memory of its
+    own when this is made, so that no request waits for that. Raises what Triton raises on a device
+    that it does not support, and RuntimeError when the moved bytes are wrong."""
 
     def __init__(self, groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:
         self.launches = 0

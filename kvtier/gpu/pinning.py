@@ -28,8 +28,8 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Of every ``step`` bytes of a mapping the ``length`` bytes from ``offset`` on are
-    registered, with at most ``piece`` bytes in one call."""
+    """Parts of a mapping to register: the ``length`` bytes from ``offset`` on of every ``step``
+    bytes, at most ``piece`` bytes in one call."""
 
     step: int
     offset: int
@@ -38,15 +38,15 @@ class _Cut:
 
     @property
     def pieces(self) -> int:
-        """In one step."""
+        """Number of pieces in one step."""
         return -(-self.length // self.piece)
 
 
 def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
-    """A rank's own span of each slot, in whole pages, where that saves at least half of the slot
-    and is 1 MiB or more: a call costs the driver tens of microseconds, whatever its size.
-    Otherwise whole slots, as many as fit in a piece. A piece has at most ``piece_bytes`` (or one
-    page), and holds whole slots or lies inside one slot."""
+    """Cut a rank's own span of each slot, in whole pages, if that saves at least half of the slot
+    and is 1 MiB or more: a call costs the driver tens of microseconds, whatever its size. Else cut
+    whole slots, as many as fit in a piece. A piece has at most ``piece_bytes`` (or one page), and
+    holds whole slots or lies inside one slot."""
     piece = max(PAGE_BYTES, piece_bytes // PAGE_BYTES * PAGE_BYTES)
     begin, end = span[0] // PAGE_BYTES * PAGE_BYTES, -(-span[1] // PAGE_BYTES) * PAGE_BYTES
     if _LEAST_SPAN_BYTES <= end - begin <= slot_bytes // 2:
@@ -57,9 +57,9 @@ def cut_of(slot_bytes: int, span: tuple[int, int], piece_bytes: int) -> _Cut:
 
 @dataclass
 class _Region:
-    """Pieces have numbers, in the order of their addresses. ``guard`` is locked while the driver
-    works on a piece. ``short`` guards what both threads change, and no wait happens while it is
-    locked."""
+    """A mapping. Its pieces have numbers, in the order of addresses. ``guard`` is locked while the
+    driver works on a piece. ``short`` guards what both threads change; nobody waits while holding
+    it."""
 
     base: int
     size: int
@@ -70,13 +70,13 @@ class _Region:
     locked: set[int] = field(default_factory=set)
     """Pieces that copies may use."""
     registered: dict[int, int] = field(default_factory=dict)
-    """Where each piece begins that the driver has. Only with ``guard`` held."""
+    """Address of each piece that the driver has. Only with ``guard`` held."""
     has_turn: bool = False
-    """Queued on the lane, or waits until page-locking goes on."""
+    """Whether it is queued on the lane, or waits until page-locking goes on."""
     waiting: bool = False
-    """Not queued on the lane, because page-locking is paused."""
+    """Whether it is not queued on the lane because page-locking is paused."""
     ended: bool = False
-    """Nothing is locked any more: let go of, or the driver or the lane refused."""
+    """Whether nothing is locked any more: the mapping ended, or the driver or the lane refused."""
     guard: threading.Lock = field(default_factory=threading.Lock)
     short: threading.Lock = field(default_factory=threading.Lock)
 
@@ -86,14 +86,14 @@ class _Region:
         return steps * self.cut.pieces - (-max(0, rest - self.cut.offset) // self.cut.piece)
 
     def where(self, number: int) -> tuple[int, int]:
-        """``(address, bytes)`` of a piece."""
+        """Return ``(address, bytes)`` of a piece."""
         step, piece = divmod(number, self.cut.pieces)
         first, at = step * self.cut.step + self.cut.offset, piece * self.cut.piece
         end = min(first + self.cut.length, first + at + self.cut.piece, self.size)
         return self.base + first + at, end - first - at
 
     def pieces(self, start: int, size: int) -> range:
-        """Pieces that have these bytes. Empty: some bytes are in none."""
+        """Return the pieces with these bytes. Empty if some bytes are in none."""
         step, at = divmod(start - self.base, self.cut.step)
         at -= self.cut.offset
         if at < 0 or at + size > self.cut.length or start + size > self.base + self.size:
@@ -102,7 +102,7 @@ class _Region:
         return range(first + at // self.cut.piece, first + (at + size - 1) // self.cut.piece + 1)
 
     def want(self, numbers: Iterable[int]) -> bool:
-        """Returns whether it has to be queued on the lane."""
+        """Add pieces to be locked. Returns whether the region has to be queued on the lane."""
         with self.short:
             self.wanted.update((one, None) for one in numbers if one not in self.locked)
             queues = bool(self.wanted) and not self.has_turn and not self.ended
@@ -115,8 +115,8 @@ class _Region:
             return self.wanted.popitem(last=False)[0] if self.has_turn else None
 
     def took(self, number: int) -> bool:
-        """A piece that is wanted again had its pages replaced meanwhile. Returns whether the
-        region stays in the lane's queue."""
+        """Note a locked piece, unless it is wanted again, because its pages were replaced
+        meanwhile. Returns whether the region stays in the lane's queue."""
         with self.short:
             if number not in self.wanted:
                 self.locked.add(number)
@@ -125,7 +125,7 @@ class _Region:
 
 
 class Pinning:
-    """Knows which host memory is page-locked. Only the worker's thread calls its methods.
+    """Page-locking of host memory. Only the worker's thread calls its methods.
 
     A lane's thread locks in the background, in pieces of at most 64 MiB. A registration reads every
     page table entry and has the driver's and the process's memory locks meanwhile. So after each
@@ -154,9 +154,9 @@ class Pinning:
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         rest: Callable[[float], object] = time.sleep,
     ) -> None:
-        """``device`` None: the calling thread's. ``runtime`` stands for ``torch.cuda.cudart()``.
-        ``piece_bytes``: most bytes in one registration. ``capturing``: whether the calling thread
-        captures a CUDA graph now. ``rest`` takes seconds."""
+        """``device``: None for the calling thread's. ``runtime`` stands for
+        ``torch.cuda.cudart()``. ``piece_bytes``: most bytes in one registration. ``capturing``:
+        whether the calling thread captures a CUDA graph now. ``rest`` takes seconds."""
         self._device = device
         self._runtime = torch.cuda.cudart() if runtime is None else runtime
         self._lane = Lane("pinning", 1, urgent_bound=1, bound=16) if lane is None else lane
@@ -164,7 +164,7 @@ class Pinning:
         self._capturing, self._rest = capturing, rest
         self._regions: dict[int, _Region] = {}
         self._known = dict[tuple[int, int], tuple[int, ...]]()
-        """Cuts of parts that are locked, by address and bytes."""
+        """Cuts of locked parts, by address and bytes."""
         self._held = False
 
     def begin(
@@ -175,9 +175,9 @@ class Pinning:
         *,
         is_lent: bool = False,
     ) -> None:
-        """Start to lock a mapping of whole slots: ``span`` of each, or all bytes (:func:`cut_of`
-        says when more). ``is_lent``: only what copies need. The mapping must not be unmapped
-        before :meth:`end`."""
+        """Start to lock a mapping of whole slots: ``span`` of each, or more (:func:`cut_of`). With
+        ``is_lent`` only slots that copies need are locked. The mapping must not be unmapped before
+        :meth:`end`."""
         most = min(self._piece_bytes, slot_bytes) if is_lent else self._piece_bytes
         cut = cut_of(slot_bytes, span or (0, slot_bytes), most)
         region = _Region(_address(buffer), buffer.nbytes, cut, is_lent)
@@ -185,8 +185,8 @@ class Pinning:
         self._want(region, () if is_lent else range(region.count))
 
     def cuts(self, part: torch.Tensor) -> tuple[int, ...] | None:
-        """Offsets in a slot's part at which two pieces meet: no DMA may cross those. None unless
-        all of the part is locked."""
+        """Return the offsets in a slot's part at which two pieces meet: no DMA may cross those.
+        None unless all of the part is locked."""
         start, size = where = part.data_ptr(), part.nbytes
         if (known := self._known.get(where)) is not None:
             return known
@@ -203,7 +203,7 @@ class Pinning:
         return None
 
     def renew(self, part: torch.Tensor) -> None:
-        """The pages of a slot's part are others than before. No copy of it may be running."""
+        """Lock a slot's part again, whose pages were replaced. No copy of it may be running."""
         self._known.clear()
         start, size = part.data_ptr(), part.nbytes
         for one in self._regions.values():
@@ -235,7 +235,7 @@ class Pinning:
                 self._submit(region)
 
     def end(self, buffer: memoryview) -> None:
-        """Every copy from it and to it must be done. Waits for the piece that is being locked."""
+        """Unlock a mapping whose copies are all done. Waits for the piece that is being locked."""
         self._known.clear()
         region = self._regions.pop(_address(buffer), None)
         if region is None:
@@ -246,7 +246,7 @@ class Pinning:
                 self._runtime.cudaHostUnregister(piece)
 
     def close(self) -> None:
-        """Every mapping must have been ended."""
+        """Stop the lane, when every mapping was ended."""
         self._lane.close(_CLOSE_S)
 
     def _want(self, region: _Region, numbers: Iterable[int]) -> None:
@@ -263,7 +263,7 @@ class Pinning:
             )
 
     def _lock_piece(self, region: _Region) -> None:
-        """A refusal leaves the driver's last error set on the calling thread: the lane's only."""
+        """Lock the next piece. A refusal leaves an error set on its thread, which is the lane's."""
         with region.guard, self._on_device():
             if self._held and not region.ended:
                 region.waiting = True
@@ -298,7 +298,7 @@ class Pinning:
             self._submit(region)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """A thread that never chose a device would open a context on the first one."""
+        """Choose the device: a thread that never did would open a context on the first one."""
         return contextlib.nullcontext() if self._device is None else torch.cuda.device(self._device)
 
 

@@ -12,9 +12,9 @@ from kvtier.core.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``rows`` is ``[num_blocks, row_bytes]`` uint8 with stride ``(pitch, 1)``, a view of the
-    engine's memory. ``interior``: ``(extent, stride in bytes)`` for each axis of a row, in the
-    engine's logical order."""
+    """Region of one layer. ``rows``: ``[num_blocks, row_bytes]`` uint8 with stride ``(pitch, 1)``,
+    a view of the engine's memory. ``interior``: ``(extent, stride in bytes)`` for each axis of a
+    row, in the engine's logical order."""
 
     layer: str
     rows: torch.Tensor
@@ -22,8 +22,8 @@ class Region:
 
 
 def regions_of(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> list[Region]:
-    """The engine's per-layer KV tensors as regions, in the mapping's order. Layers that share one
-    tensor count once.
+    """View the engine's per-layer KV tensors as regions, in the mapping's order. Layers that share
+    one tensor count once.
 
     The block axis is axis 0, of extent ``num_blocks`` (or a multiple of it, where a block is
     several kernel blocks), or axis 1 after a leading 2 (keys | values). Strides decide the rest. An
@@ -81,7 +81,7 @@ def _block_axis(layer: str, cache: torch.Tensor, num_blocks: int) -> int:
 
 
 def _dense_bytes(axes: Sequence[tuple[int, int]], item: int) -> int | None:
-    """Bytes that the axes span. None when they leave a hole or overlap."""
+    """Return the bytes that the axes span, or None if they leave a hole or overlap."""
     dense = item
     for extent, stride in sorted(axes, key=lambda pair: pair[1]):
         if stride != dense:
@@ -99,7 +99,7 @@ def _unsupported(layer: str, cache: torch.Tensor, num_blocks: int, why: str) -> 
 
 
 def merged(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``[regions, num_blocks, row_bytes]`` views of series of equal regions at equal distances."""
+    """Merge equal regions at equal distances into views ``[regions, num_blocks, row_bytes]``."""
     groups: list[list[torch.Tensor]] = []
     for tensor in rows:
         if groups and _continues(groups[-1], tensor):
@@ -129,7 +129,7 @@ def _stacked(group: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widest_word(groups: Sequence[torch.Tensor]) -> torch.dtype:
-    """The widest integer as which all rows can be seen: kernels move one element a thread."""
+    """Return the widest integer type of which all rows are: kernels move one element a thread."""
     for word, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if all(
             not number % size

@@ -21,7 +21,7 @@ logger = logging.getLogger("kvtier.gpu")
 
 
 class Rows(Protocol):
-    """Moves rows. ``table`` is int64 ``[3, rows]`` on the device: three numbers for each block.
+    """Mover of rows. ``table`` is int64 ``[3, rows]`` on the device: three numbers for each block.
 
     1. The block id.
     2. The address of byte 0 of the chunk's slot part, as it is staged. It lies outside of the place
@@ -32,16 +32,16 @@ class Rows(Protocol):
     launches: int
 
     def gather(self, batch: StagingBatch, table: torch.Tensor) -> None:
-        """Blocks -> staging memory, on the current stream."""
+        """Copy blocks to staging memory, on the current stream."""
         ...
 
     def scatter(self, batch: StagingBatch, table: torch.Tensor) -> None:
-        """Staging memory -> blocks, on the current stream."""
+        """Copy staging memory to blocks, on the current stream."""
         ...
 
 
 MakeRows = Callable[[Sequence[torch.Tensor], int], Rows]
-"""Its arguments are groups from ``merged``, seen as words, and the blocks of a chunk."""
+"""Maker of :class:`Rows` from groups of ``merged``, seen as words, and the blocks of a chunk."""
 
 
 def rows_of(groups: Sequence[torch.Tensor], blocks_per_chunk: int) -> Rows:
@@ -76,7 +76,7 @@ class TorchRows:
     def _parts(
         self, batch: StagingBatch, table: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """By chunk and group: regions of the piece, their rows as staged, and block ids."""
+        """Return, by chunk and group, regions of the piece, their rows as staged, and block ids."""
         parts, at = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]](), batch.start
         for place, first, count in batch.chunks:
             ids, begin, region = table[0, at : at + count], 0, 0

@@ -13,27 +13,27 @@ from kvtier.core.errors import StateError
 
 Array = np.ndarray[Any, Any]
 Job = tuple[torch.Tensor, int, Sequence[int]]
-"""(this rank's part of the slot, first block in the chunk, block ids from there on)."""
+"""Slot part of this rank, a chunk's first block to copy, and block ids from there on."""
 
 
 def slot_tensor(view: memoryview) -> torch.Tensor:
-    """A view as a tensor, which keeps the mapping alive. Raises StateError for a read-only one."""
+    """Make a tensor that keeps a view's mapping alive. Raises StateError if it is read-only."""
     if view.readonly:
         raise StateError("slot view is read-only; expected a writable view of the pool")
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 class Copy:
-    """Done, as all are on a CPU device. Keeps the slots' memory mapped."""
+    """A copy that is done, as all are on a CPU device. Keeps the slots' memory mapped."""
 
     seconds: float | None = None
-    """Device time of a load that is done. None where it ran in the caller's own time."""
+    """Device time of a load that is done, or None if it ran in the caller's own time."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._parts = [part for part, _, _ in jobs]
 
     def done(self) -> bool:
-        """Never waits. For the copy's own thread. Raises RuntimeError when the device failed."""
+        """Whether it is done. Never waits. For its own thread. Raises RuntimeError on a fault."""
         return True
 
     def wait(self) -> None:
@@ -41,7 +41,7 @@ class Copy:
 
 
 def block_ids(jobs: Sequence[Job], num_blocks: int) -> Array:
-    """Blocks of all jobs. Raises StateError for one that the engine does not have."""
+    """Return the blocks of all jobs. Raises StateError for one that the engine does not have."""
     ids = np.fromiter(chain.from_iterable(blocks for _, _, blocks in jobs), np.int64)
     low, high = (ids.min(), ids.max()) if len(ids) else (0, 0)
     if low < 0 or high >= num_blocks:
@@ -50,7 +50,7 @@ def block_ids(jobs: Sequence[Job], num_blocks: int) -> Array:
 
 
 def cut(part: Any, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Any]:
-    """Views of a flat slot part (array or tensor), one for each group of regions."""
+    """Yield views of a flat slot part (array or tensor), one for each group of regions."""
     start = 0
     for shape in shapes:
         end = start + shape[0] * shape[1] * shape[2]

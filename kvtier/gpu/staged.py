@@ -44,16 +44,16 @@ from kvtier.gpu.streams import CudaStreams
 
 _BOUNCING = 2
 Cuts = Callable[[torch.Tensor], Sequence[int] | None]
-"""Offsets in a slot's part (or a piece of it) at which one DMA must end and another begin,
-because two registrations with the driver meet there. None where not all of it is page-locked."""
+"""Function that returns the offsets in a slot's part (or a piece of it) at which one DMA must end
+and another begin, because two registrations meet there. None if not all of it is page-locked."""
 Moves = list[tuple[torch.Tensor, torch.Tensor]]
 """DMAs as (target, source)."""
 Staged = tuple[StagingSlot, torch.Tensor]
-"""A place, and the part of a slot that is staged in it."""
+"""A staging place, and the part of a slot that is staged in it."""
 
 
 class StagedCopier:
-    """For one thread. Raises LayoutError where the device has no room for staging memory."""
+    """Copier for one thread. Raises LayoutError if the device has no room for staging memory."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class StagedCopier:
         self._bounces = [_Bounce(streams, self.budget.place_bytes) for _ in range(_BOUNCING)]
         self._bouncing = cycle(self._bounces)
         self._unread: torch.cuda.Event | None = None
-        """Of the saves for which the engine's stream does not wait yet: their blocks are read."""
+        """Event of saves' last read of blocks, if the engine's stream does not wait for it yet."""
         for stream in self._sides:
             # others may just have used the memory
             stream.wait_event(streams.record(streams.current()))
@@ -86,7 +86,7 @@ class StagedCopier:
     # ---- saves -----------------------------------------------------------------------------------
 
     def save(self, jobs: Sequence[Job], ids: Array) -> Copy:
-        """``ids``: the blocks of all jobs."""
+        """Queue a save. ``ids``: the blocks of all jobs."""
         if not jobs:
             return Copy(jobs)
         with self._nothing_left():
@@ -193,7 +193,7 @@ class StagedCopier:
 
     @contextlib.contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """Wait for what a failed call has queued: others may use its slots and blocks then."""
+        """Wait, if a call fails, for its work: others may use its slots and blocks after that."""
         try:
             with self._streams.apart():
                 yield
@@ -230,8 +230,8 @@ class StagedCopy(Copy):
 
 
 class _Table:
-    """The rows of a call's launches. They go to the device together, from page-locked memory so
-    that the host does not wait, on the stream that asks first. No other stream may ask."""
+    """Rows of a call's launches. They go to the device together, from page-locked memory so that
+    the host does not wait, on the stream that asks first. No other stream may ask."""
 
     def __init__(
         self,
@@ -275,14 +275,14 @@ class _Bounce:
         return self._bytes
 
     def free(self) -> _Bounce:
-        """Waits until its last user is done."""
+        """Wait until the last user of the buffer is done."""
         if self.user is not None:
             self.user()
         return self
 
 
 class _LastLeg:
-    """The end of a save whose slot is not page-locked: the host copies from the buffer to the
+    """Last step of a save whose slot is not page-locked: the host copies from the buffer to the
     slot when the DMA has run. Its first caller runs it: the copy's owner, or the buffer's next
     user."""
 
@@ -304,8 +304,8 @@ class _LastLeg:
 
 
 def _refill(place: StagingSlot, stream: torch.cuda.Stream) -> None:
-    """Work queued on ``stream`` from now on may fill the place, and those that the ring gave before
-    it: one stream empties all of them, in the ring's order."""
+    """Let later work of ``stream`` fill the place, and those that the ring gave before it: one
+    stream empties all of them, in the ring's order."""
     if place.user is not None:
         stream.wait_event(place.user)
 

@@ -53,8 +53,8 @@ class Budget:
 
 
 def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
-    """``region_bytes``: what a chunk takes in each region. Raises LayoutError where nothing fits in
-    ``room`` bytes."""
+    """Divide ``room`` bytes into places. ``region_bytes``: a chunk's bytes in each region. Raises
+    LayoutError if nothing fits."""
     largest = max(region_bytes)
     if 2 * largest > room:
         raise LayoutError(
@@ -71,8 +71,8 @@ def budget(region_bytes: Sequence[int], room: int, free: int) -> Budget:
 
 
 def _even(region_bytes: Sequence[int], most: int) -> tuple[StagingSegment, ...]:
-    """As few pieces of at most ``most`` bytes as possible, with the longest as short as that
-    allows (in steps of one region)."""
+    """Cut a chunk into as few pieces of at most ``most`` bytes as possible, with the longest as
+    short as that allows (in steps of one region)."""
     fewest, largest = len(list(_pieces(region_bytes, most))), max(region_bytes)
     for limit in range(max(largest, -(-sum(region_bytes) // fewest)), most, largest):
         pieces = tuple(_pieces(region_bytes, limit))
@@ -92,7 +92,7 @@ def _pieces(region_bytes: Sequence[int], most: int) -> Iterator[StagingSegment]:
 
 
 class StagingSlot:
-    """``user``: the event of its last use."""
+    """A place. ``user``: the event of its last use."""
 
     def __init__(self, words: torch.Tensor, pieces: Sequence[StagingSegment]) -> None:
         memory = words.view(torch.uint8)
@@ -106,14 +106,14 @@ class StagingSlot:
 
 @dataclass(frozen=True, slots=True)
 class StagingBatch:
-    """The same piece of some chunks."""
+    """One piece of several chunks, moved by one launch."""
 
     number: int
     piece: StagingSegment
     start: int
     """First row in the call's table."""
     chunks: Sequence[tuple[StagingSlot, int, int]]
-    """By chunk: where it is staged, its first block in the chunk, and the number of blocks."""
+    """Place of each chunk, its first block in the chunk, and the number of blocks."""
 
     @property
     def rows(self) -> int:
@@ -121,23 +121,23 @@ class StagingBatch:
 
 
 class Ring:
-    """The places of one direction, used in turn."""
+    """Places of one direction, used in turn."""
 
     def __init__(self, places: Sequence[StagingSlot]) -> None:
         self._twice, self._count, self._next = [*places, *places], len(places), 0
         self.spare = -(-len(places) // 8)
         self.batch = max(1, len(places) - self.spare)
-        """Places that one launch uses."""
+        """Most places that one launch uses."""
 
     def take(self, count: int) -> list[StagingSlot]:
-        """Places that were used first. ``count``: at most :attr:`batch`."""
+        """Take the places used longest ago. ``count``: at most :attr:`batch`."""
         taken = self._twice[self._next : self._next + count]
         self._next = (self._next + count) % self._count
         return taken
 
 
 def rings(plan: Budget, word: torch.dtype, device: torch.device) -> tuple[Ring, Ring]:
-    """``(for saves, for loads)``, in one allocation."""
+    """Allocate all places at once: the ring for saves, and the one for loads."""
     words = torch.empty(plan.bytes // word.itemsize, dtype=word, device=device)
     places = [
         StagingSlot(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)

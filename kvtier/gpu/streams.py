@@ -45,8 +45,8 @@ class CudaStreams:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Around :meth:`do`: the current stream is the same afterwards. In inference mode: an
-        engine may have made its tensors in that mode, and such tensors change only in it."""
+        """Restore the current stream after calls of :meth:`do`. In inference mode: an engine may
+        have made its tensors in that mode, and such tensors change only in it."""
         with torch.inference_mode(), torch.cuda.stream(self.current()):
             yield
 
@@ -58,5 +58,5 @@ class CudaStreams:
         return stream.record_event(torch.cuda.Event(enable_timing=timing))
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """Page-locked, so that the device copies without the host's help."""
+        """Allocate page-locked memory, so that the device copies without the host's help."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -80,7 +80,7 @@ class SizeClass:
         self.zero_hits = ZeroHits.of(store.status(), store.pool.slots, clock)
 
     def owner(self, fingerprint: bytes, namespace: str, engine: str = "") -> int:
-        """Return the namespace's number, which its name decides. Keeps the last owners."""
+        """Note an owner, as one of the last 4,096. Returns its number, which the name decides."""
         name, number = (fingerprint, namespace), owner_of(fingerprint, namespace)
         self.owners[name] = Owner(number, engine)
         self.owners.move_to_end(name)

@@ -115,7 +115,7 @@ class ScanLimiter:
 
 
 _LEAST_PARTS = 240
-"""Part of a place that each size keeps. 23 sizes with only theirs leave nine tenths to the 24th."""
+"""Parts of a place, one of which each size keeps: 24 sizes leave nine tenths to share."""
 _TURN_PARTS, _TURN_BYTES = 8, 8 << 30
 _HOTTER_FACTOR, _HOTTER_TURNS = 1.25, 2
 """Factor and turns by which a giver's coldest chunk must be unused longer than the taker's."""
