@@ -38,11 +38,11 @@ _DOMAIN = b"kvtier/chunk/1\0"
 _PIECE_DOMAIN = b"kvtier/piece/1\0"
 _PART_DOMAIN = b"kvtier/part/1\0"
 _KEPT_MASKS = 16
-"""Cached results of :func:`_mask_of`, each as large as the keys that it is for."""
+"""Most cached results of :func:`_mask_of`, each as large as the keys that it is for."""
 
 
 def parent_half(key: ChunkKey) -> bytes:
-    """The :func:`own_half` of this chunk's parent. Zeros for the first chunk of a prompt."""
+    """Return the :func:`own_half` of this chunk's parent; zeros for the first chunk of a prompt."""
     return key[_DIGEST_BYTES:]
 
 
@@ -51,16 +51,16 @@ def own_half(key: ChunkKey) -> bytes:
 
 
 def flat_key(name: bytes) -> ChunkKey:
-    """The key of a chunk of which nobody knows the parent."""
+    """Make a key that names no parent, for a chunk that is known by ``name`` alone."""
     return ChunkKey(hashlib.sha256(name).digest() + _ROOT_LINK)
 
 
 class PieceMask:
-    """Names one kind of piece of a chunk. :meth:`key` gives the piece's key.
+    """Name of one kind of pieces of chunks. :meth:`key` gives a piece's key.
 
-    Two pieces have equal keys only where chunk and name are equal. Any other way needs two prompts
-    whose SHA-256 digests differ by a given number. A piece's key refers to the same piece
-    of the parent chunk, so pieces are recovered leaf-first like chunks.
+    Two pieces have equal keys only if chunk and name are equal. Any other way needs two prompts
+    whose SHA-256 digests differ by a given number. A piece's key refers to the same piece of the
+    parent chunk, so pieces are recovered leaf-first like chunks.
     """
 
     __slots__ = ("_first", "any_but_first")
@@ -77,9 +77,8 @@ class PieceMask:
 
 
 def piece_keys(masks: Sequence[PieceMask], keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-    """:meth:`PieceMask.key` of each key of a run, for the first mask, then for the next one. Only
-    the first of ``keys`` may be a prompt's first chunk. Masking all as one number halves the time.
-    """
+    """Return :meth:`PieceMask.key` of each key of a run, for the first mask, then for the next one.
+    Only the first key may be a prompt's first. Masking all as one number halves the time."""
     if not keys:
         return []
     mask, cut = _mask_of(tuple(masks), len(keys))
@@ -91,7 +90,7 @@ def piece_keys(masks: Sequence[PieceMask], keys: Sequence[ChunkKey]) -> list[Chu
 
 
 def renamed(mask: PieceMask, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-    """:meth:`PieceMask.key` of each of these keys, any of which may be a prompt's first chunk."""
+    """Return :meth:`PieceMask.key` of each key. Any of ``keys`` may be a prompt's first chunk."""
     found = piece_keys((mask,), keys)
     for at, key in enumerate(keys):
         if key.endswith(_ROOT_LINK):
@@ -101,13 +100,13 @@ def renamed(mask: PieceMask, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
 
 @lru_cache(maxsize=_KEPT_MASKS)
 def _mask_of(masks: tuple[PieceMask, ...], keys: int) -> tuple[int, struct.Struct]:
-    """The masks of ``keys`` keys as one number, and the struct that cuts its bytes into keys."""
+    """Join the masks for ``keys`` keys to one number. The struct cuts its bytes into keys."""
     mask = b"".join(each.any_but_first * keys for each in masks)
     return int.from_bytes(mask), struct.Struct(f"{KEY_BYTES}s" * (len(masks) * keys))
 
 
 def fingerprint(parts: Mapping[str, Any]) -> bytes:
-    """Digest (32 bytes) of everything that decides whether KV bytes are equal (model content,
+    """Return a digest (32 bytes) of all that decides whether KV bytes are equal (model content,
     dtype, layout, parallelism ...). ``parts`` can be written as JSON, in any order."""
     text = json.dumps(
         parts, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
@@ -168,17 +167,17 @@ class ChunkLayout:
         return -(-self.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def chain(self, extra: bytes = b"", per_chunk: Mapping[int, bytes] | None = None) -> KeyChain:
-        """A :class:`KeyChain` for one prompt. ``extra`` separates LoRA adapters and salts.
-        ``per_chunk`` gives, by chunk index, what else (multimodal hashes) a chunk depends on."""
+        """Make the keys of one prompt. ``extra`` separates LoRA adapters and salts. ``per_chunk``
+        gives, by chunk index, what else (multimodal hashes) a chunk depends on."""
         return KeyChain(self, extra, per_chunk)
 
     def keys(self, tokens: Sequence[int], extra: bytes = b"") -> list[ChunkKey]:
-        """The keys of all whole chunks of ``tokens``. 32,768 tokens take about 0.2 ms."""
+        """Return the keys of all whole chunks of ``tokens``. 32,768 tokens take about 0.2 ms."""
         return self.chain(extra).extend(tokens)
 
 
 class KeyChain:
-    """The keys of one growing prompt, of which each token is hashed once. Not thread-safe."""
+    """Keys of one growing prompt, of which each token is hashed once. Not thread-safe."""
 
     __slots__ = ("_chunk_tokens", "_hash", "_link", "_per_chunk", "_root", "keys")
 
@@ -195,8 +194,8 @@ class KeyChain:
         self.keys: list[ChunkKey] = []
 
     def extend(self, tokens: Sequence[int]) -> list[ChunkKey]:
-        """All keys of the *whole* prompt so far, ``tokens``, of which only new ones are hashed.
-        Raises ConfigError for a token id outside ``0 .. 2**32 - 1``."""
+        """Return all keys of the *whole* prompt so far, ``tokens``, of which only new ones are
+        hashed. Raises ConfigError for a token id outside ``0 .. 2**32 - 1``."""
         size, done = self._chunk_tokens, len(self.keys)
         last = len(tokens) // size
         if last > done:
@@ -204,16 +203,16 @@ class KeyChain:
         return self.keys
 
     def continued(self, tail: Sequence[int]) -> list[ChunkKey]:
-        """Keys of a prompt that goes on with ``tail``. This chain stays as it is."""
+        """Return the keys of a prompt that goes on with ``tail``. This chain stays as it is."""
         other = copy(self)
         other._hash, other.keys = self._hash.copy(), list(self.keys)
         other.go_on(tail)
         return other.keys
 
     def within(self, chunk: int, tokens: Sequence[int], every: int) -> list[ChunkKey]:
-        """Keys of the leading parts of chunk number ``chunk`` (one so far, or the next): one for
-        each ``every`` of its tokens, as far as ``tokens`` (the *whole* prompt) go. The last of a
-        whole chunk is not the chunk's own key."""
+        """Return keys of the leading parts of chunk number ``chunk`` (one so far, or the next): one
+        for each ``every`` of its tokens, as far as ``tokens`` (the *whole* prompt) go. The last of
+        a whole chunk is not the chunk's own key."""
         before = self.keys[chunk - 1] if chunk else self._root.digest() + _ROOT_LINK
         begin, step = chunk * self._chunk_tokens, 4 * every
         packed = _packed(tokens[begin : begin + self._chunk_tokens])
@@ -227,8 +226,8 @@ class KeyChain:
         return found
 
     def go_on(self, tokens: Sequence[int]) -> None:
-        """Add the keys of the whole chunks of ``tokens``, which follow the last one's. Raises
-        likewise."""
+        """Add the keys of the whole chunks of ``tokens``, which follow the last one's. Raises as
+        :meth:`extend`."""
         packed = _packed(tokens)
         size, done = self._chunk_tokens, len(self.keys)
         update, digest, link, step = self._hash.update, self._hash.digest, self._link, 4 * size
@@ -245,7 +244,7 @@ class KeyChain:
 
 
 def _packed(tokens: Sequence[int]) -> memoryview:
-    """Token ids as they are hashed: 4 bytes each, little-endian."""
+    """Pack token ids as they are hashed: 4 bytes each, little-endian."""
     words = array("I")
     try:
         if isinstance(tokens, list):
@@ -260,7 +259,7 @@ def _packed(tokens: Sequence[int]) -> memoryview:
 
 
 def coldest_first(stamped: Iterable[tuple[ChunkKey, Any]]) -> list[ChunkKey]:
-    """Keys of a restarted tier ordered coldest first: by stamp, but no parent before its child,
+    """Order the keys of a restarted tier coldest first: by stamp, but no parent before its child,
     which would be of no use without it.
 
     ``stamped`` pairs each key with a comparable stamp, larger is hotter. A chunk counts as used

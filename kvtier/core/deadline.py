@@ -26,11 +26,11 @@ NEXT_ADDRESS_S = 0.25
 _MOST_ADDRESSES = 64
 _PORTS = {"http": 80, "https": 443}
 _Place = tuple[int, int, tuple[Any, ...]]
-"""Family, protocol and address."""
+"""Socket family, protocol and address."""
 
 
 class Deadline:
-    """``seconds`` from now, for the thread that uses the socket."""
+    """A deadline ``seconds`` from now, for the thread that uses the socket."""
 
     __slots__ = ("_seconds", "_until")
 
@@ -42,14 +42,14 @@ class Deadline:
         self._until = time.monotonic() + self._seconds
 
     def left(self) -> float:
-        """More than 0 seconds. Raises TimeoutError when none are left."""
+        """Return the seconds left, more than 0. Raises TimeoutError when none are left."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done within {self._seconds:.3g} s")
         return left
 
     def receive(self, sock: socket.socket, into: memoryview) -> int:
-        """As ``recv_into``. ConnectionResetError when the other side has closed."""
+        """Receive as ``recv_into`` does. ConnectionResetError if the other side has closed."""
         sock.settimeout(self.left())
         count = sock.recv_into(into)
         if not count:
@@ -57,7 +57,7 @@ class Deadline:
         return count
 
     def send(self, sock: socket.socket, data: bytes | memoryview) -> None:
-        """As ``sendall``, with one deadline for all TLS records. Raises OSError."""
+        """Send as ``sendall`` does, with one deadline for all TLS records. Raises OSError."""
         rest = memoryview(data)
         while rest:
             sock.settimeout(self.left())
@@ -65,9 +65,9 @@ class Deadline:
 
 
 def reach(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """A connection to the first address of ``host`` that answers. All addresses have one deadline
-    together, and those that are silent do not keep the others from being tried. It begins when the
-    name has been looked up. Raises OSError."""
+    """Connect to the first address of ``host`` that answers. All addresses have one deadline
+    together, and silent ones do not keep the others from being tried. It begins when the name has
+    been looked up. Raises OSError."""
     places = _alternating(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     deadline.renew()
     pause_s = min(NEXT_ADDRESS_S, deadline.left() / (2 * max(1, len(places))))
@@ -97,7 +97,7 @@ def reach(host: str, port: int, deadline: Deadline) -> socket.socket:
 
 
 def _alternating(found: Sequence[tuple[int, int, int, str, Any]]) -> list[_Place]:
-    """IPv6 and IPv4 in turns, the system's choice first: one that leads nowhere costs one pause."""
+    """Order IPv6 and IPv4 in turns, the system's choice first: a dead one costs one pause."""
     first = [one for one in found if one[0] == found[0][0]]
     other = [one for one in found if one[0] != found[0][0]]
     turns = chain.from_iterable(zip_longest(first, other))
@@ -126,8 +126,8 @@ def exchange(
     timeout_s: float,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """GET ``path`` below ``url``, or POST what is ``sent``: the answer, and its text. ``tls`` None:
-    the system's authorities. Raises OSError and HTTPException."""
+    """GET ``path`` below ``url``, or POST ``sent`` to it. Returns the answer, and its text.
+    ``tls``: None for the system's authorities. Raises OSError and HTTPException."""
     import http.client
 
     parts = urlsplit(url)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 
 class KVTierError(Exception):
-    """The base of every error that kvtier raises on purpose."""
+    """Base of every error that kvtier raises on purpose."""
 
 
 class ConfigError(KVTierError, ValueError):

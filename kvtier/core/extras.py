@@ -18,7 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def how(extra: str) -> str:
-    """The command that installs what an extra names: ``pip install 'aiohttp>=3.11' ...``.
+    """Return the command that installs an extra's packages: ``pip install 'aiohttp>=3.11' ...``.
 
     The command has the packages themselves, and not an extra of kvtier: no package index has
     kvtier, so that name there could be anybody's.
@@ -35,8 +35,8 @@ def how(extra: str) -> str:
 
 
 def require(extra: str, modules: Sequence[str] | None = None) -> None:
-    """Raises ConfigError, which names the missing modules and the command, when a module of
-    ``extra`` is not installed. ``modules``: of one that is not in :data:`EXTRAS`."""
+    """Raise ConfigError, which names the missing modules and the command, if a module of ``extra``
+    is not installed. ``modules``: of an extra that is not in :data:`EXTRAS`."""
     wanted = EXTRAS[extra] if modules is None else modules
     missing = [module for module in wanted if find_spec(module) is None]
     if missing:
@@ -44,7 +44,7 @@ def require(extra: str, modules: Sequence[str] | None = None) -> None:
 
 
 def explained(error: ModuleNotFoundError) -> str | None:
-    """Advice about a failed import. None when the module belongs to no extra, which is a bug."""
+    """Return advice about a failed import, or None for a module of no extra, which is a bug."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fact(Generic[T]):
-    """One fact. ``value`` None means unknown, and then ``source`` says why."""
+    """A fact with its source. ``value`` None means unknown, and then ``source`` says why."""
 
     value: T | None
     source: str
@@ -46,7 +46,7 @@ def or_assumed(speed: Fact[float], assumed: float, what: str) -> Fact[float]:
 
 
 def rate(step: Callable[[int], int], seconds: float, most: int) -> float:
-    """Bytes a second of ``step(i)``, called once or more, ``most`` times or ``seconds`` at most."""
+    """Measure ``step(i)`` in bytes a second: ``most`` calls, or as many as ``seconds`` allow."""
     done, begun, last = 0, time.perf_counter(), 0.0
     for index in range(most):
         done += step(index)
@@ -82,7 +82,7 @@ class Mount(NamedTuple):
 
 
 def mounts(root: Path) -> list[Mount]:
-    """Mounts in /proc/self/mountinfo, see proc(5). Later lines hide earlier ones."""
+    """Read the mounts in /proc/self/mountinfo, see proc(5). Later lines hide earlier ones."""
     found = []
     for line in text_of(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")

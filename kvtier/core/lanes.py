@@ -25,25 +25,25 @@ class Executor(Protocol):
 
     threads: int
     failures: int
-    """Jobs that raised: a bug in a tier. It is logged and never fatal."""
+    """Number of jobs that raised, which is a bug in a tier. It is logged and never fatal."""
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Jobs that wait now: urgent ones and others."""
+        """Numbers of jobs that wait now: urgent ones and others."""
 
     @property
     def is_idle(self) -> bool:
-        """No job waits or runs."""
+        """Whether no job waits or runs."""
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
-        """Queue ``work``, urgent work first. False: there was no room, and it will never run."""
+        """Queue ``work``, urgent work first. False if there was no room: it will never run."""
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work, and finish the rest within ``timeout_s``. False: some was not done."""
+        """Refuse new work, and finish the rest within ``timeout_s``. False if some was not done."""
 
 
 def future_of(lane: Executor, work: Callable[[], R], *, urgent: bool = False) -> Future[R] | None:
-    """The result of ``work`` on the lane, or what it raises. None: there was no room."""
+    """Return the future result of ``work`` on the lane, or None if there was no room."""
     future: Future[R] = Future()
 
     def run() -> None:
@@ -57,7 +57,7 @@ def future_of(lane: Executor, work: Callable[[], R], *, urgent: bool = False) ->
 
 
 class Lane:
-    """Daemon threads for two queues: they do not keep the process alive when a tier hangs."""
+    """Two queues and their threads, daemons: a tier that hangs does not keep the process alive."""
 
     def __init__(self, name: str, threads: int, *, urgent_bound: int, bound: int) -> None:
         self.name = name
@@ -85,7 +85,7 @@ class Lane:
             return self._done()
 
     def _done(self) -> bool:
-        """Under the lock."""
+        """Whether no job waits or runs, under the lock."""
         return not self._running and not any(self._queues.values())
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:

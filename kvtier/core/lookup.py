@@ -10,13 +10,13 @@ from kvtier.core.chunk import ChunkKey
 
 RAM = "ram"
 REMOTE = "remote"
-"""The name of a server on another host."""
+"""Name of the tier that is a server on another host."""
 RAM_PLACE = 0
-"""The number of RAM. Tier ``index`` is place ``1 + index``."""
+"""Place number of RAM. Tier ``index`` is place ``1 + index``."""
 
 
 class Change(NamedTuple):
-    """A chunk can be served from a place from now on (``there``), or not any more."""
+    """Change of a chunk: it can be served from a place from now on (``there``), or not any more."""
 
     place: int
     key: ChunkKey
@@ -25,15 +25,15 @@ class Change(NamedTuple):
 
 class Asker(NamedTuple):
     session: str = ""
-    """The name of its conversation. Without a name it is told from the chunks."""
+    """Name of its conversation. Without a name the chunks tell it."""
     tokens: int = 0
-    """The length of its prompt. 0: not said."""
+    """Length of its prompt, or 0 if it is not said."""
     again: bool = False
-    """True when the request has asked before: this is no new prompt."""
+    """Whether the request has asked before: then this is no new prompt."""
     request: int = 0
-    """Number by which :class:`Ended` will name the request. 0: no Ended follows."""
+    """Number by which :class:`Ended` will name the request, or 0 if no Ended follows."""
     owner: int = 0
-    """The tenant and model that it is of, on a server: :mod:`kvtier.core.tenant`."""
+    """Tenant and model of the request, on a server: :mod:`kvtier.core.tenant`."""
 
 
 ANONYMOUS = Asker()
@@ -44,7 +44,7 @@ STOPS: tuple[Stop, ...] = get_args(Stop)
 class Ended(NamedTuple):
     request: int
     tokens: int
-    """Of its answer."""
+    """Length of its answer."""
     stop: Stop
 
 
@@ -56,24 +56,24 @@ class Progress(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """A question that a shared tier could be asked for the unknown rest of a run."""
+    """Question that a shared tier could be asked for the unknown rest of a run."""
 
     answer_s: float | None
-    """Seconds until it has answered. None: unknown."""
+    """Seconds until it has answered, or None if unknown."""
     arrive_s: float | None
     """Seconds until all of the rest is in RAM, if the tier has it."""
     odds: float
-    """The probability that the tier has it, from 0 to 1."""
+    """Probability that the tier has it, from 0 to 1."""
 
 
 class LookupResult(NamedTuple):
     steps: Sequence[tuple[int, float | None]]
-    """``(leading chunks, seconds from claiming them until they are in RAM)``. None: unknown. The
-    first step is what is there now, in 0 seconds, and the last all that is known of the run."""
+    """Pairs of leading chunks and seconds from claiming them until they are in RAM (None: unknown).
+    The first is what is in RAM now, in 0 seconds, and the last all that is known of the run."""
     asking: Asking | None = None
     why: str = ""
-    """The reason why the run goes no further: see :mod:`kvtier.store.reports.miss_reasons`. "": all
-    of it is there, or no answer came."""
+    """Reason why the run goes no further, see :mod:`kvtier.store.reports.miss_reasons`. Empty if
+    all of it is there, or no answer came."""
 
     @property
     def ready(self) -> int:
@@ -100,11 +100,11 @@ class Served(NamedTuple):
     hits: Mapping[str, int]
     """Tokens that are loaded, by the place they come from: ``ram`` or a tier's name."""
     rest: Sequence[ChunkKey] = ()
-    """The chunks that are not loaded, or not whole."""
+    """Chunks that are not loaded, or not whole."""
     chunk_tokens: int = 1
     end: int = 0
-    """Tokens of the prompt before what is computed: the engine has them, or they are loaded. It may
-    lie inside the first of these chunks."""
+    """Tokens of the prompt that are not computed: the engine has them, or they are loaded. They may
+    end inside the first chunk of ``rest``."""
 
     @property
     def begin(self) -> int:

@@ -55,7 +55,7 @@ class Pool:
     """
 
     inode = 0
-    """Of a pool that belongs to a server."""
+    """Inode of a server's pool, 0 of others."""
 
     def __init__(
         self, slots: int, slot_bytes: int, *, fd: int | None = None, reserved: bool = False
@@ -80,10 +80,10 @@ class Pool:
                 ) from error
             undo.pop_all()
         self.reserved = in_reserved_pages(fd)
-        """All of it is in reserved huge pages, which are not given back before it is closed."""
+        """Whether all of it is in reserved huge pages, which are kept until it is closed."""
         self.witness_path: str | None = None
-        """Where another process of the same user can open the witness of a server's pool for
-        writing, while this one holds it. None for a pool without a witness."""
+        """Path by which another process of the same user can open the witness of a server's pool
+        for writing, while this one holds it. None for a pool without a witness."""
         self._huge = HugePages(self._map, reserved=self.reserved)
         self._view = memoryview(self._map).cast("B")[: slots * slot_bytes]
         self._closer = weakref.finalize(self, os.close, self.fd)
@@ -113,7 +113,7 @@ class Pool:
         return self._view
 
     def view(self, slot: int) -> memoryview:
-        """The slot's bytes, writable and page-aligned."""
+        """Return the slot's bytes, writable and page-aligned."""
         return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def populate(self, first: int, count: int) -> None:
@@ -142,13 +142,13 @@ class Pool:
             self._advise(begin, end, _MADV_REMOVE)
 
     def take_renewed(self) -> list[int]:
-        """Slots that have got other memory since the last call. None of an own pool ever do."""
+        """Take the slots that have got other memory since the last call. An own pool has none."""
         return []
 
     def touch(self, slot: int, begin: int, end: int) -> None:
         """Map bytes ``begin`` to ``end`` of a slot whose pages another process has made present.
-        The kernel's fault-around maps 16 pages at a fault, also for writing, where first writes
-        would fault at every page. It releases the GIL. Best effort."""
+        The kernel's fault-around maps 16 pages at a fault, also for writing, while first writes
+        fault at every page. Releases the GIL. Best effort."""
         start = slot * self.slot_bytes
         self._advise(start + begin // PAGE_BYTES * PAGE_BYTES, start + end, _MADV_POPULATE_READ)
 
@@ -158,7 +158,7 @@ class Pool:
             advise(memory, begin, end, advice)
 
     def close(self) -> None:
-        """Unmap the region with the last view of it. No effect the second time."""
+        """Unmap the region with the last view of it. Without effect the second time."""
         self._view.release()
         self._map = None
         self._closer()
@@ -173,8 +173,8 @@ def _region_bytes(slots: int, slot_bytes: int) -> int:
 
 
 def _refuse_unsealed(fd: int, size: int, reserved: bool) -> int:
-    """The region's bytes. Raises ConfigError for a region that others could shorten or empty while
-    it is mapped, or that has another size."""
+    """Return the region's bytes. Raises ConfigError for a region that others could shorten or empty
+    while it is mapped, or that has another size."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # it is not a memfd

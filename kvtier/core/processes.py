@@ -33,18 +33,18 @@ _EVERYBODYS = (
 
 
 def environment(**more: str | None) -> dict[str, str]:
-    """This process's environment and ``more`` (None: as it is)."""
+    """Return this process's environment with ``more``. A None changes nothing."""
     return {**os.environ, **{name: value for name, value in more.items() if value is not None}}
 
 
 def python(interpreter: str, *words: str) -> list[str]:
-    """The command of a Python of ours. A Python before 3.11 refuses ``-P``, and does not know
-    :data:`SAFE_PATH`."""
+    """Return the command of a Python of ours. A Python before 3.11 refuses ``-P``, and does not
+    know :data:`SAFE_PATH`."""
     return [interpreter, "-P", *words]
 
 
 def chosen(env: Mapping[str, str], *patterns: str) -> dict[str, str]:
-    """Of an environment what any program needs, and variables of these names, such as ``AWS_*``."""
+    """Return the variables that any program needs, and those of these names, such as ``AWS_*``."""
     every = (*_EVERYBODYS, *patterns)
     return {
         name: value
@@ -54,7 +54,7 @@ def chosen(env: Mapping[str, str], *patterns: str) -> dict[str, str]:
 
 
 def without_settings(env: Mapping[str, str], *but: str) -> dict[str, str]:
-    """An environment without kvtier's and LMCache's variables, some of which are secrets."""
+    """Return an environment without kvtier's and LMCache's variables, some of which are secrets."""
     return {name: value for name, value in env.items() if name in but or not name.startswith(_OURS)}
 
 
@@ -69,7 +69,7 @@ def start(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subpro
 
 
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """As :func:`os.execvpe`, for a command of the operator's: its environment is as he has it.
+    """Become a command of the operator's, by :func:`os.execvpe`. Its environment is as he has it.
     Raises ConfigError."""
     try:
         os.execvpe(command[0], list(command), env)  # noqa: S606 - no shell
@@ -78,7 +78,7 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def isolated(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment that leads to nothing in the working folder."""
+    """Return an environment that leads to nothing in the working folder."""
     found = dict(env) | {SAFE_PATH: "1"}
     for name in _SEARCHED:
         entries = found.pop(name, "").split(os.pathsep)

@@ -31,11 +31,11 @@ HUGE_BYTES = 2 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Memory = Any
-"""A ctypes array over a mapping, which ends with the last reference to it or to a view of it."""
+"""Array of ctypes over a mapping, which ends with the last reference to it or to a view of it."""
 
 _NAME, _RESERVED_NAME = "kvtier-pool", "kvtier-huge"
-"""Reserved pages are not part of the memory for which others compete. A name of their own lets
-those who count memory tell them apart."""
+"""Names of the memfds. Reserved pages are not part of the memory for which others compete, and have
+a name of their own for those who count memory."""
 # linux/mman.h, Linux 5.14 and 6.1. Python's mmap module does not name them.
 _POPULATE_WRITE, _COLLAPSE = 23, 25
 _MOST_REFUSALS = 8
@@ -58,7 +58,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def make_region(size: int) -> int:
-    """A memfd of a fixed size. Raises TierError when the memory cannot be had."""
+    """Make a memfd of a fixed size. Raises TierError when the memory cannot be had."""
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -75,7 +75,7 @@ def make_region(size: int) -> int:
 
 
 def make_reserved_region(size: int) -> int | None:
-    """A sealed memfd of reserved huge pages, all allocated. None where too few are free or their
+    """Make a sealed memfd of reserved huge pages, all allocated. None if too few are free or their
     use is not permitted. The kernel clears some 10 GiB a second."""
     try:
         fd = os.memfd_create(
@@ -123,19 +123,19 @@ def map_region(fd: int, size: int) -> Memory:
         if length > 0:
             _LIBC.munmap(begin, length)
     memory = (ctypes.c_char * size).from_address(base)
-    # It is not called at the end of the process: a thread may still copy then, and the kernel
+    # No unmapping at the end of the process: a thread may still copy then, and the kernel
     # unmaps the memory after that.
     weakref.finalize(memory, _LIBC.munmap, base, size).atexit = False
     return memory
 
 
 def advise(memory: Memory, begin: int, end: int, advice: int) -> bool:
-    """Whether the kernel accepted ``advice`` about these bytes. It releases the GIL."""
+    """Advise the kernel about these bytes. Returns whether it accepted. Releases the GIL."""
     return end > begin and not _LIBC.madvise(ctypes.addressof(memory) + begin, end - begin, advice)
 
 
 class HugePages:
-    """2 MiB pieces of a mapping that lie in huge pages. Any thread may ask. One thread fills."""
+    """Record of a mapping's 2 MiB pieces in huge pages. Any thread may ask, one thread fills."""
 
     def __init__(self, memory: Memory, *, reserved: bool) -> None:
         self._base, self._size = ctypes.addressof(memory), ctypes.sizeof(memory)
@@ -146,7 +146,7 @@ class HugePages:
 
     def fill(self, memory: Memory, begin: int, end: int) -> None:
         """Make the pages of these bytes present, as huge pages where the kernel permits. A huge
-        page is made whole even where it begins or ends outside of these bytes. Best effort."""
+        page is made whole even if it begins or ends outside of these bytes. Best effort."""
         for piece in range(begin // HUGE_BYTES, -(-end // HUGE_BYTES)):
             if self._whole[piece]:
                 continue
@@ -162,7 +162,7 @@ class HugePages:
             advise(memory, max(begin, start), min(end, stop), _POPULATE_WRITE)
 
     def split(self, begin: int, end: int) -> None:
-        """The pages of these bytes go back to the host."""
+        """Note that the pages of these bytes go back to the host."""
         first, after = begin // HUGE_BYTES, -(-end // HUGE_BYTES)
         self._whole[first:after] = bytes(after - first)
 
@@ -182,7 +182,7 @@ class HugePages:
 
 
 def _collapse(memory: Memory, start: int, stop: int) -> bool:
-    """Merge one piece. One of its pages must be present: without any it counts as not mapped."""
+    """Merge one piece. One of its pages must be present: without any the kernel refuses."""
     return advise(memory, start, start + mmap.PAGESIZE, _POPULATE_WRITE) and advise(
         memory, start, stop, _COLLAPSE
     )

@@ -20,16 +20,16 @@ class LaneStatus(msgspec.Struct, frozen=True):
     queued_reads: int
     queued_writes: int
     failures: int
-    """Jobs that raised: a bug in a tier. It is logged and never fatal."""
+    """Number of jobs that raised, which is a bug in a tier. It is logged and never fatal."""
 
 
 class DiskStatus(msgspec.Struct, frozen=True):
     """One of several disks of a tier."""
 
     disk: str
-    """Its folder."""
+    """Folder on the disk."""
     away: bool
-    """The disk is left alone because it failed. The trouble says why."""
+    """Whether the disk is left alone because it failed. The trouble says why."""
     held: int
     """Chunks that it can serve now."""
     bytes_read: int
@@ -44,7 +44,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     tier: str
     capacity: int
     held: int
-    """In RAM: chunks that are ready to be served."""
+    """Chunks in the tier; in RAM those that are ready to be served."""
     loads: int
     """Chunks served from here: by RAM at once, by a lower tier into RAM."""
     misses: int
@@ -70,36 +70,36 @@ class TierStatus(msgspec.Struct, frozen=True):
     hit_tokens: int
     """Tokens of prompts that engines were given from here."""
     lifetime_bytes: int
-    """NVMe: what was written in the life of the folder, this start included. Else 0."""
+    """Bytes written in the life of an NVMe folder, this start included. 0 for other tiers."""
     drive_writes_per_day: float
-    """NVMe: capacities written a day since the start, an unfinished first day as whole. Else 0."""
+    """Capacities written a day to NVMe since the start; a first day counts as whole. Else 0."""
     open_breakers: int
     """Nodes of a networked tier that are not asked now because they failed."""
     breaker_trips: int
     owed_deletes: int
     """Deletes that wait until the tier can be reached."""
     lane: LaneStatus | None
-    """None for RAM."""
+    """Threads and queues of the tier; None for RAM."""
     what_if: dict[str, float]
     """The part of the asked chunks that an LRU of another size would have hit, by its size as a
     multiple of this one. Empty before anything is asked for."""
     what_if_error: float
     """Largest standard error of ``what_if``, where only some sessions are followed. Else 0."""
     disks: list[DiskStatus] = []
-    """Empty for a tier that is not on several disks."""
+    """Disks of a tier that is on several, else empty."""
 
 
 class TimingStatus(msgspec.Struct, frozen=True):
     """One histogram."""
 
     what: str
-    """lookup, load_wait, load, save, promotion or spill."""
+    """Name of what was timed: lookup, load_wait, load, save, promotion or spill."""
     tier: str
-    """Empty where it belongs to no tier."""
+    """Name of the tier, empty if it belongs to none."""
     counts: list[int]
-    """Not cumulated. Bucket i is up to 2 ** (10 + i) nanoseconds. The last one is all above."""
+    """Number in each bucket, not cumulated. Bucket i ends at 2 ** (10 + i) ns, the last never."""
     seconds: list[float]
-    """The sum of the durations by bucket."""
+    """Sum of the durations in each bucket."""
 
 
 class SizeClassStatus(msgspec.Struct, frozen=True):
@@ -124,11 +124,11 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     room: their chunks were held once, and that is remembered. As many chunks that left are
     remembered as twice what all tiers hold, at most 1,048,576, and none from before the start."""
     asked_compute: int
-    """Compute of ``asked_tokens``, in tokens at a prompt's beginning: a late token looks
-    back at more than an early one. It is the engine's model where that is known, and one of 8
-    billion parameters on a server."""
+    """Compute of ``asked_tokens``, in tokens at a prompt's beginning: a late token looks back at
+    more than an early one. For the engine's model if it is known, and on a server for one of 8
+    billion parameters."""
     saved_compute: int
-    """``asked_compute`` of the tokens that were hits."""
+    """Part of ``asked_compute`` that was for hits."""
     loads_refused: int
     """Chunks that a lower tier held but for which RAM had no free slot."""
     promotions_refused: int
@@ -139,25 +139,25 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Chunks that loads named and could not have, by reason, see
     :mod:`kvtier.store.reports.miss_reasons`. Only engines know salt, adapter, media and unnamed."""
     zero_hits: str
-    """Why no asked chunk has been a hit for a long time, in words. Empty while all is well."""
+    """Reason why no asked chunk has been a hit for a long time. Empty while all is well."""
     policy: str
-    """The setting of RAM's eviction order that is in use now."""
+    """Setting of RAM's eviction order that is in use now."""
     policy_asked: int
     """Chunks tried with each setting. ``policy_hits`` counts how many each would have hit."""
     policy_hits: dict[str, int]
     policy_saved: dict[str, int]
-    """Compute that those hits would save, in chunks at a prompt's beginning. The best rules."""
+    """Compute that those hits would save, in chunks at a prompt's beginning. The most decides."""
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]
     audit_mismatches: int
     """Audited chunks that had other bytes: bad memory or a bug. They are dropped everywhere."""
     tiers: list[TierStatus]
-    """RAM first."""
+    """RAM and the lower tiers, RAM first."""
     hints_over: int = 0
     recorded: int = 0
     """Prompts and hints that the process has recorded, of all chunk sizes."""
     unrecorded: int = 0
     """Prompts not recorded: the queue was full, or the folder could not be written."""
     models: list[str] = []
-    """A server's: the last part of the names of the 4 models whose engines came last."""
+    """Ends of the names of the 4 models whose engines came last to a server."""

@@ -26,8 +26,7 @@ def make_folder(folder: Path) -> None:
 
 
 def open_folder(folder: Path, *, make: bool = False) -> int:
-    """A descriptor (``O_PATH``) of ``folder``. ``make``: make missing folders, see
-    :func:`make_folder`.
+    """Open ``folder`` with ``O_PATH``. ``make``: make missing folders, see :func:`make_folder`.
 
     Each folder is opened from the one above it, so no other user can exchange a part of the path in
     the meantime. A symbolic link on the path must belong to root or to this user, because another's
@@ -55,7 +54,7 @@ def open_folder(folder: Path, *, make: bool = False) -> int:
 
 
 def _enter(here: int, name: str, *, make: bool) -> int:
-    """A symbolic link is not followed. For "/" any ``here`` will do."""
+    """Open one part of a path, without following a link. For "/" any ``here`` will do."""
     try:
         return os.open(name, _STEP, dir_fd=here)
     except FileNotFoundError:
@@ -67,8 +66,8 @@ def _enter(here: int, name: str, *, make: bool) -> int:
 
 
 def _target(found: int, links: int) -> Path | None:
-    """Target of the symbolic link ``found``, after ``links`` others. None: it is no link. Raises
-    OSError, with ``found`` closed, for another user's link and for too many."""
+    """Return the target of the symbolic link ``found``, after ``links`` others, or None if it is no
+    link. Raises OSError, with ``found`` closed, for another user's link and for too many."""
     state = os.fstat(found)
     if not stat.S_ISLNK(state.st_mode):
         return None
@@ -104,7 +103,7 @@ def refuse_shared_folder(folder: Path) -> None:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user who connected to a Unix socket, or who began to listen at it."""
+    """Return the user who connected to a Unix socket, or who began to listen at it."""
     return _peer(sock)[1]
 
 
@@ -118,8 +117,8 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 
 def read_secret(path: str, key: str) -> bytes:
-    """The content of a file, without surrounding space. ``key`` is the configuration key that names
-    the file. Raises ConfigError for a file that others can read."""
+    """Read a file, without surrounding space. ``key`` is the configuration key that names the file.
+    Raises ConfigError for a file that others can read."""
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -29,14 +29,14 @@ def whole(steps: Steps[T]) -> T:
 
 
 def pieces(items: Sequence[T], size: int = PIECE_CHUNKS) -> Iterator[Sequence[T]]:
-    """``items`` in pieces of ``size``. No items give one empty piece."""
+    """Cut ``items`` into pieces of ``size``. No items give one empty piece."""
     if len(items) <= size:
         return iter((items,))
     return (items[first : first + size] for first in range(0, len(items), size))
 
 
 class InPieces(Generic[P, T]):
-    """A call that does all of its work now. ``steps``: the same call, which returns the work."""
+    """A call that does all its work now. ``steps``: the same call, which returns the work."""
 
     def __init__(self, steps: Callable[P, Steps[T]]) -> None:
         self.steps = steps
@@ -47,7 +47,7 @@ class InPieces(Generic[P, T]):
 
 
 class in_pieces(Generic[P, T]):  # noqa: N801 a decorator
-    """Makes :class:`InPieces` of a method that returns its work as steps, once for each object."""
+    """Decorator that makes :class:`InPieces` of a method that returns :data:`Steps`."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], Steps[T]]) -> None:
         self._method = method

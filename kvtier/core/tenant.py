@@ -22,20 +22,20 @@ _DOMAIN = b"kvtier/owner/1\0"
 
 
 def tenant(namespace: str) -> int:
-    """All chunks of this tenant, of all models. Its lower half is 0. It is for :func:`may` and is
-    never a chunk's owner."""
+    """Return the number for all chunks of this tenant, of all models, with a lower half of 0. It is
+    for :func:`may` and is never a chunk's owner."""
     return _half(namespace.encode()) << _HALF_BITS
 
 
 def owner_of(fingerprint: bytes, namespace: str) -> int:
-    """The owner of one tenant's chunks of one model. ``fingerprint``: 32 bytes."""
+    """Return the owner of one tenant's chunks of one model. ``fingerprint``: 32 bytes."""
     return tenant(namespace) | _half(fingerprint + namespace.encode())
 
 
 def may(owner: int | None, whose: int, *, shared: bool = False) -> bool:
-    """Whether ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own chunks. In a
-    place that is not ``shared`` also those without an owner: they can be its own. In a place where
-    others write too they are more likely another tenant's. None: the operator may drop all."""
+    """Whether ``owner`` (or a :func:`tenant`) may drop a chunk of ``whose``: its own, and in a
+    place that is not ``shared`` one without an owner, which can be its own. Where others write too
+    it is more likely another tenant's. None, the operator, may drop all."""
     if owner is None or whose == owner:
         return True
     if whose == UNOWNED:

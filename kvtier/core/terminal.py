@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 _BAR_COLUMNS = 30
 _QUIET_S = 30.0
 _PLAIN_BYTES = 1 << 20
-"""From here on a size needs no unit."""
+"""Least size that needs no unit."""
 _WRAPPED_COLUMNS = 40
-"""The least width of a wrapped last column. Narrower terminals wrap it themselves."""
+"""Least width of a wrapped last column. Narrower terminals wrap it themselves."""
 
 
 def size_text(size: float) -> str:
-    """``3.5 GiB``: four significant digits, binary units."""
+    """Write a size as ``3.5 GiB``: four significant digits, binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.4g} {unit}"
@@ -31,7 +31,7 @@ def size_text(size: float) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """``2.5 GB/s``: bytes a second in decimal units, as disks and networks are sold."""
+    """Write bytes a second as ``2.5 GB/s``, in decimal units, as disks and networks are sold."""
     for unit in ("B/s", "kB/s", "MB/s"):
         if abs(rate) < 1000:
             return f"{rate:.3g} {unit}"
@@ -40,12 +40,12 @@ def rate_text(rate: float) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with escapes for what a terminal would follow or hide. Line ends stay."""
+    """Escape what a terminal would follow or hide in ``text``. Line ends stay."""
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
 def width() -> int | None:
-    """Columns of the terminal that is standard output. None for a file or a pipe."""
+    """Return the columns of the terminal that is standard output. None for a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -56,10 +56,10 @@ def table(
     numbers: Sequence[int] = (),
     columns: int | None = None,
 ) -> list[str]:
-    """The lines of a table. Columns are as wide as their widest cell and two spaces apart.
+    """Return the lines of a table. Columns are as wide as their widest cell and two spaces apart.
 
-    The columns in ``numbers`` are aligned to the right. Where ``columns`` is the width of a
-    terminal, the last column is wrapped within itself, and not at the edge of the terminal.
+    The columns in ``numbers`` are aligned to the right. If ``columns`` is the width of a terminal,
+    the last column is wrapped within itself, and not at the edge of the terminal.
     """
     whole = [list(heads), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
@@ -81,8 +81,8 @@ def _lines(
 
 
 def progress(what: str, requests: int) -> Callable[[int], None]:
-    """A progress bar on a terminal. Elsewhere a line every half minute: a log of a long run is not
-    silent, and a short run says nothing."""
+    """Show a progress bar on a terminal, and elsewhere a line every half minute: a log of a long
+    run is not silent, and a short run says nothing."""
     on_terminal = sys.stderr.isatty()
     begun = said = time.monotonic()
     every = min(200, max(1, requests // 100))
@@ -107,12 +107,12 @@ def progress(what: str, requests: int) -> Callable[[int], None]:
 
 
 class UnitError(ValueError):
-    """A small number without a unit, which means GiB more often than bytes. Its text says so."""
+    """A small number without a unit, which means GiB more often than bytes. The text says so."""
 
 
 def parse_size(given: object) -> int:
-    """Bytes of ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``4096B``, ``1073741824``. Raises
-    UnitError for less than a MiB without a unit, and ValueError for anything else."""
+    """Parse ``4GiB``, ``4Gi``, ``512MB``, ``1.5 GB``, ``4096B``, ``1073741824``. Raises UnitError
+    for less than a MiB without a unit, and ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b?)\s*", str(given).lower())
     if found is None:
         raise ValueError(given)
@@ -134,7 +134,7 @@ _LIKE_PART = 0.6
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints a screen of usage before an error, and takes a flag's beginning for it."""
+    """Parser without argparse's screen of usage before an error, and its guesses at short flags."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})
