@@ -25,7 +25,7 @@ Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Why a request was not served."""
+    """Reason why a request was not served."""
 
     what: str
     expected: str
@@ -33,17 +33,17 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """``live``: the loop runs. ``ready``: engines are let in."""
+    """State of the server. ``live``: the loop runs. ``ready``: engines are let in."""
 
     live: bool
     ready: bool
     trouble: list[str]
-    """Wrong now, such as a tier that is left alone. Costs hits: the server stays ready."""
+    """Troubles now, such as a tier that is left alone. They cost hits: the server stays ready."""
 
 
 class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Either ``keys``, or ``fingerprint`` and ``tokens`` (the whole prompt), from which keys are
-    made. A server that follows engines takes ``tokens`` alone too, and answers for the engines."""
+    """Run to look up: ``keys``, or ``fingerprint`` and ``tokens`` (the whole prompt), which give
+    the keys. A server that follows engines takes ``tokens`` alone too, and answers for them."""
 
     keys: Annotated[list[HexKey], msgspec.Meta(max_length=MAX_KEYS)] | None = None
     fingerprint: Hex32 | None = None
@@ -52,7 +52,7 @@ class Lookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     """vLLM's cache_salt of the request."""
     extra: HexBytes | None = None
-    """Instead of salt: all that is hashed before the tokens, in hex."""
+    """Bytes, in hex, that are hashed before the tokens, instead of ``salt``."""
 
 
 class TierLookup(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class SizeClassLookup(msgspec.Struct, frozen=True):
     ready: int
     """Leading chunks that RAM serves at once."""
     coming: int
-    """Chunks after these that lower tiers, together, can bring up."""
+    """Chunks after the ready ones that lower tiers, together, can bring up."""
     tiers: list[TierLookup]
 
 
@@ -78,25 +78,25 @@ class EngineTierLookup(msgspec.Struct, frozen=True):
 
 
 class EngineLookup(msgspec.Struct, frozen=True):
-    """As the engine itself has said."""
+    """Tokens that an engine has, by its own events."""
 
     engine: str
     tokens: int
     """Leading tokens that its tiers, together, hold."""
     tiers: list[EngineTierLookup]
     followed: bool
-    """Its event stream is connected. If not, nothing is known of it, and every count is 0."""
+    """Whether its event stream is connected. If not, nothing is known, and every count is 0."""
 
 
 class LookupAnswer(msgspec.Struct, frozen=True):
-    """How far a run can be served. What only a shared tier knows of is not counted: engines' loads
-    ask it."""
+    """Chunks of a run that can be served. Chunks known to a shared tier alone are not counted:
+    engines' loads ask it."""
 
     chunks: int
-    """Whole chunks asked about."""
+    """Number of whole chunks that were looked up."""
     size_classes: list[SizeClassLookup]
     engines: list[EngineLookup]
-    """Of those in ``admin.engines``, where ``tokens`` were given and no ``extra``."""
+    """Answers of the engines in ``admin.engines``, if ``tokens`` were given and no ``extra``."""
 
 
 class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,18 +108,18 @@ class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
     """vLLM's cache_salt of the session's requests."""
     over: bool = False
-    """The session has ended."""
+    """Whether the session has ended."""
     keep_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_KEEP_S)] = 0.0
-    """Seconds after its last use within which it goes on."""
+    """Seconds after the session's last prompt within which the next one comes."""
 
 
 class Hinted(msgspec.Struct, frozen=True):
     told: int
-    """Models of this tenant, whether they know the session or not."""
+    """Number of the tenant's models that were told, whether they know the session or not."""
 
 
 class InvalidateAll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Either ``namespace`` (one tenant, of all models; "" is engines without one) or
+    """Chunks to clear: of ``namespace`` (one tenant, of all models; "" is engines without one), or
     ``everything``."""
 
     namespace: Name | None = None
@@ -128,7 +128,7 @@ class InvalidateAll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Cleared(msgspec.Struct, frozen=True):
     complete: bool
-    """Nothing was left, owed or untouched at the end."""
+    """Whether nothing was left, owed or untouched at the end."""
     chunks: int
     left: int
     """Chunks being saved by engines, or not yet deleted below, when the call gave up waiting."""
@@ -136,7 +136,7 @@ class Cleared(msgspec.Struct, frozen=True):
     """Deletes that Redis or a bucket gets when it can be reached again. They are lost if the server
     ends."""
     untouched: list[str]
-    """Folders of closed size classes that another process has open. Shared tiers that were not
+    """Folders of closed size classes that another process has open, and shared tiers that were not
     searched to the end."""
 
 
@@ -145,11 +145,11 @@ class Namespace(msgspec.Struct, frozen=True):
     fingerprint: Hex32
     namespace: str
     engine: str
-    """The engine that came last: its model and its process."""
+    """Model and process of the engine that came last."""
 
 
 class Namespaces(msgspec.Struct, frozen=True):
-    """Tenants whose engines were here since the start: what lookup and clear can name."""
+    """Tenants whose engines were here since the start, which lookup and clear can name."""
 
     namespaces: list[Namespace]
 
@@ -159,22 +159,22 @@ class Setting(msgspec.Struct, frozen=True):
 
     key: str
     value: str | int | float | bool | None
-    """Passwords are masked."""
+    """Value in effect, with passwords masked."""
     source: str
-    """A file, a variable, auto-config, or nothing (default)."""
+    """Source of the value: a file, a variable, auto-config, or nothing (default)."""
     unit: str
     reason: str
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """In the order of ``kvtier config``."""
+    """Keys of the configuration, in the order of ``kvtier config``."""
 
     keys: list[Setting]
 
 
 class Route(NamedTuple):
-    """``work``: the method of ``Admin`` that serves it. ``secret``: needs the token always, not
-    only beyond loopback. ``open``: never needs it. ``asks``: the form of the body."""
+    """A route. ``work``: the method of ``Admin`` that serves it. ``secret``: needs the token
+    always, not only beyond loopback. ``open``: never needs it. ``asks``: the form of the body."""
 
     method: str
     path: str
@@ -199,4 +199,4 @@ ROUTES = (
     Route("POST", "/v1/clear", "clear", InvalidateAll, secret=True),
     Route("GET", "/openapi.json", "openapi"),
 )
-"""``openapi.json`` describes them for others, and a test compares the two."""
+"""Routes of the interface. ``openapi.json`` describes them too, and a test compares the two."""

@@ -59,11 +59,11 @@ _PIECE_KEYS = 2048
 _MOST_NAMES = 20
 _HIDDEN = "{} in trouble; ask with the token, or see the server's log"
 _LINGER_S = 1.0
-"""The rest of a body is thrown away for so long after its request was answered."""
+"""Time for which the rest of a body is thrown away after its request was answered."""
 
 
 def _without_quoting(record: logging.LogRecord) -> bool:
-    """aiohttp quotes the line that it does not understand, and a token may stand in it."""
+    """Remove an error's text: aiohttp quotes the line that it cannot read, perhaps a token."""
     cause = record.exc_info[1] if record.exc_info else None
     if cause is not None:
         record.msg, record.args = f"{record.getMessage()}: {type(cause).__name__}", ()
@@ -72,7 +72,7 @@ def _without_quoting(record: logging.LogRecord) -> bool:
 
 
 _STRANGERS = logging.getLogger("kvtier.admin.http")
-"""aiohttp's log of requests that are not valid HTTP. Any client can send them."""
+"""Logger of aiohttp for requests that are not valid HTTP. Any client can send them."""
 _STRANGERS.addFilter(_without_quoting)
 _STRANGERS.addFilter(LogLimit(10, 10.0))
 _DOCUMENT = Path(__file__).with_name("openapi.json")
@@ -80,12 +80,12 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "S
 
 
 class Around(NamedTuple):
-    """Facts beside the server that the interface tells or uses."""
+    """Facts that the interface shows or uses, beside the server."""
 
     nvme_folders: Sequence[Path]
-    """The folder that contains the size classes' folders."""
+    """Folders that contain the size classes' folders."""
     configuration: forms.Configuration
-    """Told to those who have the token."""
+    """Configuration in effect, for those who have the token."""
     engines: EngineIndex = EngineIndex()
 
 
@@ -127,7 +127,7 @@ class _RefusedError(Exception):
 
 
 class Admin:
-    """The application over one server, on the server's loop, in turns of a few milliseconds."""
+    """Application over one server, on its loop, in turns of a few milliseconds."""
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class Admin:
         self._history = history
         self._seen = admin_proof.Seen()
         self._start = secrets.token_hex(16)
-        """A request that was signed for another start, or another server, is refused. Changes when
-        the clock is set, because requests of before would be valid again."""
+        """Word of this start. A request that was signed for another start or server is refused.
+        Changes when the clock is set, because older requests would be valid again."""
         self._clock_s = time.time() - time.monotonic()
         self._port = port
         self._token = token
@@ -199,7 +199,7 @@ class Admin:
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Around every request: check who may ask, and put what went wrong into words."""
+        """Serve a request: check who may ask, and put an error into words."""
         try:
             self._expect_our_name(request)
             with self._places.request(request.protocol):
@@ -220,7 +220,7 @@ class Admin:
             return _json(problem, 500)
 
     def _expect_our_name(self, request: web.Request) -> None:
-        """A browser always names a host. A probe by HTTP/1.0 names none."""
+        """Refuse a Host that is not ours. A browser always names one, a probe by HTTP/1.0 none."""
         named = request.headers.get("Host")
         if named is None:
             return
@@ -229,8 +229,8 @@ class Admin:
             raise _RefusedError(421, f"Host: {named[:100]}", "localhost or a loopback address", do)
 
     def _signed_body(self, request: web.Request) -> str | None:
-        """The SHA-256 that the body must have. None where the token did not sign this request, or
-        where the same signature came before."""
+        """Return the SHA-256 that the body must have. None if the token did not sign this request,
+        or the same signature came before."""
         credentials, now = request.headers.get("Authorization", ""), time.time()
         if self._token is None:
             return None
@@ -282,7 +282,7 @@ class Admin:
         return _json(self._health(known), 200 if self._server.ready else 503)
 
     def _health(self, known: bool) -> forms.Health:
-        """Trouble names engines, tiers and folders, which is nothing for a network."""
+        """Return the health. Troubles are for those who may know engines, tiers and folders."""
         trouble = status.trouble(self._server)
         if trouble and not known:
             trouble = [_HIDDEN.format(len(trouble))]
@@ -396,7 +396,7 @@ def _by_tier(store: Store, keys: Sequence[ChunkKey]) -> Steps[list[int]]:
 
 
 def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
-    """Keys that a lookup names, in pieces. Raises a refusal when that is not clear."""
+    """Make the keys that a lookup names, in pieces. Raises a refusal if that is not clear."""
     if asked.keys is not None and asked.tokens is None and asked.fingerprint is None:
         return [ChunkKey(bytes.fromhex(key)) for key in asked.keys]
     if asked.keys is not None or asked.tokens is None or asked.fingerprint is None:
@@ -422,7 +422,7 @@ def _keys(asked: forms.Lookup) -> Steps[list[ChunkKey]]:
 
 
 async def _body(request: web.Request, form: type[Any], digest: str | None) -> Any:
-    """``digest``: the SHA-256 that was signed. None: the request is not signed."""
+    """Read a body as ``form``. ``digest``: the SHA-256 that was signed, or None if none was."""
     if request.content_type != forms.JSON:
         what = f"Content-Type: {request.content_type[:100]}"
         raise _RefusedError(415, what, forms.JSON, "send JSON and say so in the header")
@@ -448,7 +448,7 @@ async def _body(request: web.Request, form: type[Any], digest: str | None) -> An
 
 
 def _plain(request: web.Request, error: web.HTTPException) -> forms.Problem:
-    """aiohttp's own refusals in our form."""
+    """Put aiohttp's own refusals into our form."""
     if error.status == 413:
         return forms.Problem(
             "the body is too long",
@@ -474,8 +474,8 @@ def _json(body: msgspec.Struct, status: int, allow: str | None = None) -> web.Re
 
 
 def page() -> tuple[bytes, Mapping[str, str]]:
-    """The page at ``/``, which asks ``/v1/stats`` every two seconds, and its headers. Their policy
-    lets the browser run what is in the file and ask this server, and nothing else."""
+    """Return the page at ``/``, which asks ``/v1/stats`` every two seconds, and its headers. Their
+    policy lets the browser run what is in the file and ask this server, and nothing else."""
     body = Path(__file__).with_name("page.html").read_bytes()
     policy = [
         "default-src 'none'",

@@ -24,18 +24,18 @@ from kvtier.server.listening.strangers import Turns, accepted, origin_of
 
 PLACES = 64
 MOST_REQUESTS = 32
-"""Requests that run at once. Beyond that only liveness and readiness are answered."""
+"""Most requests that run at once. Beyond that only liveness and readiness are answered."""
 READ_BYTES = 16 << 10
-"""A turn of one connection: 256 KiB, asyncio's, in chunks of a byte would take 20 ms."""
+"""Bytes read in one connection's turn: asyncio's 256 KiB, in chunks of a byte, would take 20 ms."""
 FIRST_REQUEST_S = 3.0
-"""From the start of a connection, with its TLS handshake."""
+"""Longest time from a connection's start, TLS handshake included, to its first request."""
 _LOOKS = 12
-"""Parts of this time. Each ends in another turn of the loop, so that a request that has come is
-read before its time is over, however long a turn takes."""
+"""Parts of this time. After each the loop has a turn, so that a request that has come is read
+before its time is over, however long a turn takes."""
 
 
 class _Sips(asyncio.BufferedProtocol):
-    """Hands bytes to aiohttp's protocol, at most :data:`READ_BYTES` a turn of the loop."""
+    """Protocol that hands bytes to aiohttp's, at most :data:`READ_BYTES` a turn of the loop."""
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
@@ -65,12 +65,12 @@ class _Sips(asyncio.BufferedProtocol):
 
 
 class _Visit:
-    """Quiet while none of its requests is running."""
+    """A connection, *quiet* while none of its requests is running."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.handler: Any = None
-        """aiohttp's protocol, once it exists."""
+        """Protocol of aiohttp, once it exists."""
         self.admitting: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.working = 0
@@ -91,12 +91,12 @@ class _Visit:
 
 
 class Places:
-    """At most :data:`PLACES` connections. On the loop."""
+    """Places for at most :data:`PLACES` connections. On the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tls: ssl.SSLContext | None) -> None:
         self._loop, self._tls, self._turns = loop, tls, Turns(loop)
         self._visits: OrderedDict[_Visit, None] = OrderedDict()
-        """Quiet longest first."""
+        """Connections, the one that was quiet longest first."""
 
     @property
     def at_work(self) -> int:
@@ -104,7 +104,7 @@ class Places:
 
     @contextlib.contextmanager
     def request(self, handler: object) -> Iterator[None]:
-        """A request of this connection is running for as long as the context lasts."""
+        """Count a running request of this connection for as long as the context lasts."""
         visit = next((one for one in self._visits if one.handler is handler), None)
         if visit is None:
             yield
@@ -120,7 +120,7 @@ class Places:
                 self._visits.move_to_end(visit)
 
     async def accept(self, listening: socket.socket, serve: web.Server) -> None:
-        """Let connections in until cancelled. Then close those that are quiet: aiohttp ends the
+        """Let connections in until cancelled, then close the quiet ones: aiohttp ends the
         others."""
         try:
             async for sock, (address, *_) in accepted(self._loop, listening):
@@ -204,7 +204,7 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
 
 
 def without_port(host: str) -> str:
-    """The name in a Host header, or "" where that makes no sense."""
+    """Return the name in a Host header, or "" if the header makes no sense."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -212,7 +212,7 @@ def without_port(host: str) -> str:
 
 
 def is_this_host(name: str) -> bool:
-    """localhost or a loopback address (``127.example.org`` is neither)."""
+    """Whether it is localhost or a loopback address (``127.example.org`` is neither)."""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:

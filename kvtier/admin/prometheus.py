@@ -57,7 +57,7 @@ _OF_SERVERS = (
     of_label("model_info", GAUGE, "model", lambda r: dict.fromkeys(r.models, 1), _MODEL),
     of_store("zero_hits", GAUGE, lambda r: bool(r.zero_hits), _NO_HITS),
 )
-"""An engine counts these itself."""
+"""Figures of servers only: an engine counts these itself."""
 _FIGURES = (
     of_label("slots", GAUGE, "state", _slots, "Slots of the RAM tier by state."),
     *figures.STORE_FIGURES,

@@ -49,7 +49,7 @@ async def purge(
 
 
 async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
-    """Add the dropped chunks to ``seen``. Returns how many are left."""
+    """Drop the owner's chunks, and add them to ``seen``. Returns how many are left."""
     left = 0
     for wait_s in _WAITS_S:
         await asyncio.sleep(wait_s)
@@ -63,8 +63,8 @@ async def _drop(store: Store, owner: int | None, seen: set[ChunkKey]) -> int:
 
 
 async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]]:
-    """Chunks of shared tiers deleted that this server did not know of, and tiers not searched to
-    the end."""
+    """Delete chunks of shared tiers that this server did not know of. Returns their number, and the
+    tiers not searched to the end."""
     searches = [asyncio.wrap_future(search) for search in store.purge.unseen(owner)]
     if searches:
         await asyncio.wait(searches, timeout=_SEARCH_S)
@@ -74,8 +74,8 @@ async def _purge_unseen(store: Store, owner: int | None) -> tuple[int, list[str]
 
 
 def _discard_closed(folders: Sequence[Path], owner: int | None) -> tuple[int, list[Path]]:
-    """Chunks removed from the files of closed size classes, and folders in use or silent, where
-    none could be. On the lane that opens size classes."""
+    """Remove chunks from the files of closed size classes. Returns their number, and the folders in
+    use or silent, where none could be. On the lane that opens size classes."""
     chunks, busy, found = 0, list[Path](), list[Path]()
     for place in folders:
         there = below(place, f"slots-*/{INDEX_NAME}")

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kvtier.server.server import Server
 
 EVERY_S = 10.0
-"""Between two moments of a history."""
+"""Time between two moments of a history."""
 _KEPT_MOMENTS = 361
-"""An hour, and its beginning."""
+"""Moments of an hour, and of its beginning."""
 _MOST_MODELS = 4
 _LOOKED_AT_OWNERS = 64
 __all__ = ["LaneStatus", "SizeClassStatus", "TierStatus", "TimingStatus"]
@@ -45,10 +45,10 @@ class ConnectionStatus(msgspec.Struct, frozen=True):
 
 
 class MemoryStatus(msgspec.Struct, frozen=True):
-    """Bytes resident now, or 0 where the kernel does not tell."""
+    """Bytes resident now, or 0 if the kernel does not tell."""
 
     process: int
-    """Anonymous memory and files: apart from the pools."""
+    """Bytes of anonymous memory and files, without the pools."""
     pools: int
 
 
@@ -57,11 +57,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
     engine: str
     followed: bool
-    """Its event stream is connected."""
+    """Whether its event stream is connected."""
     blocks: dict[str, int]
-    """Of vLLM's, that it said it can serve, by tier."""
+    """Blocks of vLLM's that it said it can serve, by tier."""
     ignored_blocks: int
-    """Their place in a prompt is not known, or there was no room for them."""
+    """Blocks whose place in a prompt is unknown, or for which there was no room."""
     events: dict[str, int]
     """Messages applied (``message``), gaps, pictures dropped, messages refused."""
 
@@ -70,9 +70,9 @@ class Stats(msgspec.Struct, frozen=True):
     version: str
     uptime_s: float
     ready: bool
-    """Engines are let in."""
+    """Whether engines are let in."""
     trouble: list[str]
-    """As in ``/healthz``."""
+    """Troubles as in ``/healthz``."""
     memory: MemoryStatus
     connections: ConnectionStatus
     size_classes: list[SizeClassStatus]
@@ -80,7 +80,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 def read(server: Server, engines: Sequence[EngineStatus] = ()) -> Stats:
-    """On the server's loop. Walks over no chunks: these counts are always kept."""
+    """Read the counts. On the server's loop. Walks over no chunks: these counts are always kept."""
     return Stats(
         version=kvtier.__version__,
         uptime_s=time.monotonic() - server.started,
@@ -102,7 +102,7 @@ def read(server: Server, engines: Sequence[EngineStatus] = ()) -> Stats:
 
 
 def _models(size_class: SizeClass) -> list[str]:
-    """Names as engines give them, ``/models/tiny, process 7``: ``tiny``."""
+    """Return the ends of the names that engines give: ``tiny`` of ``/models/tiny, process 7``."""
     came = islice(reversed(size_class.owners.values()), _LOOKED_AT_OWNERS)
     paths = (owner.engine.rpartition(", process")[0].rstrip("/") for owner in came)
     names = dict.fromkeys(path.rpartition("/")[2] for path in paths if path)
@@ -110,8 +110,8 @@ def _models(size_class: SizeClass) -> list[str]:
 
 
 def trouble(server: Server) -> list[str]:
-    """Found at the start, tiers with open breakers, and tiers that have lost their place. Costs
-    hits, and is no reason to take the server out of service."""
+    """List the troubles: of the start, tiers with open breakers, and tiers that have lost their
+    place. They cost hits, and are no reason to take the server out of service."""
     tiers = [
         tier for size_class in server.size_classes.open.values() for tier in size_class.store.tiers
     ]
@@ -149,15 +149,15 @@ def _memory(path: Path) -> MemoryStatus:
 
 
 class EngineIndex:
-    """Engines that the admin interface asks, on the server's loop. This one follows none: one that
-    does overrides every method."""
+    """Index of engines that the admin interface asks, on the server's loop. This one follows none:
+    one that does overrides every method."""
 
     def status(self) -> list[EngineStatus]:
-        """One row for each engine, in the order of the configuration."""
+        """Return a row for each engine, in the order of the configuration."""
         return []
 
     async def lookup(self, tokens: Sequence[int], salt: str | None) -> list[EngineLookup]:
-        """Leading tokens of a prompt that each engine has, in the order of the configuration."""
+        """Return each engine's leading tokens of a prompt, in the order of the configuration."""
         return []
 
 
@@ -175,7 +175,7 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 class Moments(msgspec.Struct, frozen=True):
-    """The oldest first. A rate is the difference of two."""
+    """Moments, the oldest first. A rate is the difference of two."""
 
     every_s: float
     moments: list[Moment]
@@ -198,7 +198,7 @@ def moment(stats: Stats) -> Moment:
 
 
 class History:
-    """The counts of the last hour, one moment every ten seconds. On the server's loop."""
+    """Counts of the last hour, one moment every ten seconds. On the server's loop."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -211,7 +211,7 @@ class History:
         return Moments(EVERY_S, list(self._kept))
 
     async def keeping(self) -> None:
-        """Until cancelled."""
+        """Keep a moment every ten seconds, until cancelled."""
         while True:
             self.keep()
             await asyncio.sleep(EVERY_S)

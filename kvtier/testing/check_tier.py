@@ -54,7 +54,7 @@ def check_tier(make: Make, *, chunk_bytes: int, reopen: Make | None = None) -> N
 
 
 def content(key: ChunkKey, chunk_bytes: int) -> memoryview:
-    """The chunk of a key, unlike every other key's, in a read-only buffer not page-aligned."""
+    """Make the chunk of a key, unlike every other key's, in a read-only buffer not page-aligned."""
     return memoryview(shake_128(key).digest(chunk_bytes))
 
 
@@ -117,7 +117,7 @@ def _check_face(tier: _Checked, _: Runs) -> None:
 
 
 def _check_bytes(tier: _Checked, runs: Runs) -> None:
-    """Bytes in, same bytes out, from and into any memory, and not one byte beside it."""
+    """Check that the written bytes are read, into any memory, and nothing beside them."""
     one, other, *_ = runs[0]
     _promise(not tier.holds(one), "a key never written is a miss")
     aligned = tier.aligned()
@@ -165,7 +165,7 @@ def _check_delete(tier: _Checked, runs: Runs) -> None:
 
 
 def _check_names(tier: _Checked, runs: Runs) -> None:
-    """Keys that are nearly equal (another model's, another parent's) are other keys."""
+    """Check that nearly equal keys (another model's, another parent's) are other keys."""
     one, other, *_ = runs[0]
     tier.put(one, other)
     for near in (other[:-1] + b"\xff", b"\xff" + other[1:], other[:16] + bytes(24)):
@@ -178,7 +178,7 @@ def _check_names(tier: _Checked, runs: Runs) -> None:
 
 
 def _check_owners(tier: _Checked, runs: Runs) -> None:
-    """A tier that keeps owners says whose a chunk is while it has it."""
+    """Check that a tier that keeps owners says whose a chunk is while it has it."""
     keys = runs[0]
     if not tier.keeps_owners:
         tier.put(keys[0])
@@ -209,7 +209,7 @@ def _check_owners(tier: _Checked, runs: Runs) -> None:
 
 
 def _check_capacity(tier: _Checked, _: Runs) -> None:
-    """All of ``capacity`` is there, and a delete frees its room at once. For small tiers."""
+    """Check that all of ``capacity`` is there, and a delete frees its room. For small tiers."""
     if tier.capacity <= _FILLED_CHUNKS:
         first, *others, last = _keys(7, tier.capacity + 1)
         tier.put(first, *others)
@@ -232,7 +232,7 @@ def _check_threads(tier: _Checked, runs: Runs) -> None:
 
 
 def _check_race(tier: _Checked, runs: Runs) -> None:
-    """Reads of a key while it is deleted and its room is taken by others: whole or a miss."""
+    """Check reads of a key while it is deleted and its room is taken: whole or a miss."""
     key, *others = runs[0]
     over = Event()
 
@@ -257,8 +257,8 @@ def _check_race(tier: _Checked, runs: Runs) -> None:
 
 
 def _check_restart(make: Make, reopen: Make, runs: Runs, chunk_bytes: int) -> None:
-    """Held chunks are held again, whose they were, and deleted ones are not. The order given to
-    close comes back. Keys that are not held do not matter."""
+    """Check that held chunks are held again, with their owners, and deleted ones are not. The order
+    given to close comes back. Keys that are not held do not matter."""
     one, other = runs[0], runs[1]
     with closing(_Checked(make(), chunk_bytes)) as tier:
         tier.put(*one[:4], owner=_ONE)

@@ -12,8 +12,8 @@ from kvtier.tiers.base import Tier
 
 
 class DictTier(Tier):
-    """Chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again with
-    what it kept. Threads: all methods from any thread."""
+    """Tier of chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again
+    with what it kept. Threads: all methods from any thread."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DictTier(Tier):
 
 
 class ManualLane:
-    """Queues like :class:`kvtier.core.lanes.Lane`, runs nothing by itself. Single-threaded."""
+    """Lane as :class:`kvtier.core.lanes.Lane`, which runs nothing by itself. Single-threaded."""
 
     threads = 1
     failures = 0
