@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status: 0 nothing bad is left, 1 something is, 2 (by errors) no check was possible."""
+    """Check. Returns 0 if nothing bad is left, else 1. Raises an error if no check is possible."""
     places = arguments.nvme or load(arguments.config).nvme.path
     if places is None:
         raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")

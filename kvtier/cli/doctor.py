@@ -78,7 +78,7 @@ def _memory(started: Started) -> Finding:
 
 
 def _huge_pages(started: Started) -> Finding:
-    """Everything works without huge pages, with a second copy between a slot and the disk."""
+    """Check for huge pages. Without them there is a second copy between a slot and the disk."""
     memory, size = probe_memory(), started.ram_bytes
     free = memory.reserved.value or 0
     aside = f"; {size_text(free)} of reserved ones are free" if free else ""
@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print each finding as soon as it is made. Returns 0, or 1 when one is a fail."""
+    """Print each finding as soon as it is made. Returns 0, or 1 if one is a fail."""
     rows = []
     for finding in examine(arguments):
         rows.append(finding._asdict())
@@ -159,13 +159,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def line(finding: Finding) -> str:
-    """``ok    nvme    what was seen``, and under it what to do."""
+    """Write a finding as ``ok nvme what was seen``, and under it what to do."""
     head = f"{finding.state:5} {finding.check:{_CHECK_COLUMNS}} {finding.seen}"
     return f"{head}\n{'':{_CHECK_COLUMNS + 6}} -> {finding.do}" if finding.do else head
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """The configuration's findings, then the others', by the defaults where it cannot be read."""
+    """Yield the configuration's findings, then the others', by defaults if it is unreadable."""
     try:
         config = load(arguments.config, flags=given_keys(arguments), ranks=arguments.ranks)
         given = ", ".join(f"{key} ({source})" for key, source in config.sources.items())
@@ -215,7 +215,7 @@ def tiers(started: Started) -> Iterator[Finding]:
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """One check's findings, or the error that it did not foresee, so that the others still run."""
+    """Yield one check's findings, or the error that it did not foresee, and let the others run."""
     try:
         yield from look()
     except Exception as error:  # noqa: BLE001 - doctor reports faults and must not fail of them

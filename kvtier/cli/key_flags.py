@@ -22,7 +22,7 @@ _NOT_OF = {
     },
     "both": set[str](),
 }
-"""Keys without an effect on an engine, and on a server."""
+"""Keys without an effect, by the process that they do not count for."""
 _ELSEWHERE = {
     "server": "is an engine's: give it to kvtier launch",
     "engine": "is a server's: give it to kvtier serve, or in the environment",
@@ -72,7 +72,7 @@ class _HelpAll(argparse.Action):
 
 
 def given_keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Flat name -> what was typed. Relative paths are below the current folder."""
+    """Return flat name -> what was typed. Relative paths are below the current folder."""
     given = vars(arguments).items()
     return typed(
         {

@@ -52,7 +52,7 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""The module's path is given, so it also works where vLLM's plug-ins are off (VLLM_PLUGINS)."""
+"""Configuration of the connector. With the module's path it works without vLLM's plug-ins too."""
 _USUAL_BLOCK_TOKENS = 16
 
 
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Become the engine. Returns only for ``--print``. Raises ConfigError for what cannot work."""
+    """Become the engine. Returns only for ``--print``. Raises ConfigError if it cannot work."""
     files = {"KVTIER_CONFIG_FILE": arguments.config, PROPERTIES_VARIABLE: arguments.properties}
     more = {name: os.path.abspath(path) for name, path in files.items() if path}
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def become(final: list[str], env: Mapping[str, str], tier: str, listen: Sequence[str]) -> None:
-    """Start this host's server where there is one to start, at ``tier`` or ``listen``. Then be the
+    """Start this host's server, if one is to be started, at ``tier`` or ``listen``. Then become the
     engine."""
     if tier:
         ranks.start_at([tier], env, temporary=True)
@@ -131,8 +131,8 @@ def become(final: list[str], env: Mapping[str, str], tier: str, listen: Sequence
 def tier_server(
     command: Command, server: ServerSection, listen: Sequence[str], arguments: argparse.Namespace
 ) -> str:
-    """Address of the server that is to be vLLM's secondary tier. Raises ConfigError where the
-    command has a connector, or several servers."""
+    """Return the address of the server that is to be vLLM's secondary tier. Raises ConfigError if
+    the command has a connector, or several servers."""
     if named_connector(command.arguments) is not None:
         raise ConfigError(f"--tier writes {TRANSFER_FLAG}, and the command has one: remove either")
     if listen:
@@ -143,8 +143,8 @@ def tier_server(
 
 
 def with_tier(command: Command, started: Started, server: str) -> Command:
-    """The command with vLLM's own connector over ``server``, if there is one. vLLM's pool has half
-    of what ``ram_bytes`` gives the server."""
+    """Add vLLM's own connector over ``server``, if there is one, to the command. vLLM's pool has
+    half of what ``ram_bytes`` gives the server."""
     if not server:
         return command
     given = secondary.offloading(started.config, server, started.ram_bytes // 2)
@@ -152,7 +152,7 @@ def with_tier(command: Command, started: Started, server: str) -> Command:
 
 
 def refuse_chunks(arguments: Sequence[str], engine: EngineSection) -> None:
-    """Raises ConfigError for chunks that no block of the engine fits. Where the command names no
+    """Raise ConfigError for chunks that are not whole blocks of the engine. If the command names no
     block, vLLM's own choice is a multiple of 16."""
     given = value(arguments, "--block-size") or ""
     block = int(str(given)) if str(given).isdecimal() and int(str(given)) else _USUAL_BLOCK_TOKENS
@@ -165,8 +165,8 @@ def refuse_chunks(arguments: Sequence[str], engine: EngineSection) -> None:
 
 
 def tried(started: Started, *, wait: bool) -> Iterable[str]:
-    """Places that the engine will not reach at first. Raises ConfigError or TierError for a fault
-    that waiting does not repair. ``wait``: for a process that still has the NVMe folder."""
+    """Try the engine's places, and tell those away for now. Raises ConfigError or TierError for a
+    fault that stays. ``wait``: for a process that still has the NVMe folder."""
     auto, server = started.config.engine.auto, started.config.server.address
     # auto-config checks its own sizes, and a server has the RAM tier of its engines
     if not (auto or server):
@@ -182,14 +182,14 @@ def tried(started: Started, *, wait: bool) -> Iterable[str]:
 
 
 def shares_server(command: Command, server: ServerSection) -> bool:
-    """Whether several ranks on this host would each make a store. False where the command names the
+    """Whether several ranks on this host would each make a store. False if the command names the
     connector itself, because its settings count then."""
     told = server.address is not None or named_connector(command.arguments) is not None
     return not told and ranks.local_ranks(command.arguments) > 1
 
 
 def ranks_in_words(command: Command, server: ServerSection, *, shares: bool) -> str:
-    """A line about several ranks here. Empty: there are none, or a server is named."""
+    """Return a line about several ranks here; empty if there are none, or a server is named."""
     count = ranks.local_ranks(command.arguments)
     if shares:
         return f"{count} data-parallel ranks share a server"
@@ -202,8 +202,8 @@ def ranks_in_words(command: Command, server: ServerSection, *, shares: bool) -> 
 
 
 def with_connector(command: Command, found: Installed) -> list[str]:
-    """The command to run. The CPU wheel's ``vllm`` command looks for a distribution called ``vllm``
-    and fails, so there the server is run as a module."""
+    """Return the command to run. The CPU wheel's ``vllm`` command looks for a distribution called
+    ``vllm`` and fails, so there the server is run as a module."""
     program, arguments = command.program, command.arguments
     if found.package != "vllm" and program[1:] == ["serve"]:
         program = [command.python, "-m", API_SERVER]
@@ -216,7 +216,7 @@ def with_connector(command: Command, found: Installed) -> list[str]:
 
 
 def settings(started: Started, *, serves: bool) -> str:
-    """The cache's settings, in one line. ``serves``: launch starts the engine's server."""
+    """Describe the cache's settings in a line. ``serves``: launch starts the engine's server."""
     config = started.config
     if config.engine.auto and (serves or not config.server.here):
         return (

@@ -27,7 +27,7 @@ _VERSION = f"kvtier {kvtier.__version__}"
 class VersionCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """There are none."""
+        """Add nothing: the command has no arguments."""
 
     @staticmethod
     def run(_: argparse.Namespace) -> int:
@@ -37,8 +37,8 @@ class VersionCommand:
 
 class Subcommand(NamedTuple):
     place: str
-    """A module of kvtier, or a class of one behind a colon, with ``add_arguments`` and ``run``,
-    which returns the exit status."""
+    """Name of a module of kvtier, or of a class in one behind a colon, with ``add_arguments`` and
+    ``run``, which returns the exit status."""
     help: str
 
 
@@ -100,7 +100,7 @@ COMMANDS = {
     ),
     "version": Subcommand("cli.main:VersionCommand", "print kvtier's version"),
 }
-"""Words -> the command."""
+"""Subcommands by their words."""
 _COMPLETING = "_ARGCOMPLETE"
 _LEAST_ADDRESS_BYTES = 512 << 20
 _ADDRESSES = (
@@ -110,7 +110,7 @@ _KEY_NAMED = {"record": "; recording is a key: engine.record, or --record FOLDER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 for wrong input from the operator, 130 after ^C, 141 when the
+    """Run a subcommand. Returns the exit status: 2 for wrong input, 130 after ^C, 141 when the
     reader of standard output went away (``| head``), as for a program that a signal ended."""
     try:
         try:
@@ -167,7 +167,7 @@ def _complete(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def _require_addresses() -> None:
-    """Raises ConfigError where numpy alone would hang or end in a traceback."""
+    """Raise ConfigError if an address space is limited so that numpy would hang or fail."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= limit < _LEAST_ADDRESS_BYTES:
         raise ConfigError(f"RLIMIT_AS is {size_text(limit)}: {_ADDRESSES}")
@@ -200,7 +200,7 @@ def _told(what: str) -> int:
 
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
-    """Every parser by its words: "" (the whole command), groups such as ``bench``, commands."""
+    """Make every parser, by words: "" (the whole command), groups such as ``bench``, commands."""
     root = Parser(prog="kvtier", description=(kvtier.__doc__ or "").partition("\n")[0])
     root.add_argument("--version", action="version", version=_VERSION)
     parsers: dict[str, argparse.ArgumentParser] = {"": root}

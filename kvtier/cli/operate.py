@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Surface:
-    """Raises TierError when the server cannot be reached, and ConfigError when it refuses."""
+    """A server's admin interface. TierError if it does not answer, ConfigError if it refuses."""
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ class Surface:
         add("--token-file", metavar="FILE", help=help_text)
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """The one of :func:`add_arguments`' flags, else the configuration's."""
+        """Take the address from the flags of :meth:`add_arguments`, else from the configuration."""
         flags = {"admin": arguments.admin, "admin_token_file": arguments.token_file}
         config = load(arguments.config, flags=typed(flags))
         if config.admin.address == "off":
@@ -56,7 +56,7 @@ class Surface:
         self._url = config.admin.address.rstrip("/")
         self._token = read_token(secret, "admin_token_file") if secret else None
         self._start = ""
-        """The server's start, as its last answer named it."""
+        """Word of the server's start, as its last answer named it."""
         self._tls = (
             client_tls(config.server.ca, config.server.cert, config.server.key_)
             if config.server.ca and config.admin.address.startswith("https")
@@ -68,7 +68,7 @@ class Surface:
         return self._token is not None
 
     def ask(self, path: str, kind: type[T], body: msgspec.Struct | None = None) -> T:
-        """GET, or POST with a body. With a token the request is signed, and an unsigned answer is
+        """Send a GET, or POST a body. With a token the request is signed, and an unsigned answer is
         not believed. The token itself is never sent, because anybody may have taken the port."""
         sent = None if body is None else msgspec.json.encode(body)
         headers, answer, text = self._exchanged(path, sent)
@@ -123,7 +123,7 @@ class Surface:
 
 _TOKEN_BYTES = 4096
 _NOTHING_POINTS = 0.1
-"""Points of hits that are not worth a word."""
+"""Points of hits below which a difference is not told."""
 _HEADS = (
     *("tier", "held", "fill", "loads", "stores", "read", "written"),
     *("missed", "refused", "failed", "corrupt", "queue"),
@@ -132,7 +132,7 @@ _UNSEARCHED = (
     "not searched to the end, or chunks have no owner there (the server's log says how many): "
     "what this server does not know of may be left there; --everything searches it"
 )
-"""Of a shared tier."""
+"""Reason told for a shared tier that may still have chunks."""
 
 
 class StatsCommand:
@@ -201,8 +201,8 @@ class TokenCommand:
 
 
 def _discard(places: Sequence[Path]) -> int:
-    """Remove the tiers of these folders. Raises ConfigError where one has none, and TierError at
-    the end for those that are in use or somebody else's."""
+    """Remove the tiers of these folders. Raises ConfigError if one has none, and TierError at the
+    end for those that are in use or somebody else's."""
     refused = []
     for folder in [each for place in places for each in tier_folders(place)]:
         size = probe_disk(str(folder)).own.value or 0
@@ -268,7 +268,7 @@ def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """Lines: hits of other sizes, the setting of the policy that rules, and hits of the others."""
+    """Yield lines: hits of other sizes, the policy's setting that rules, hits of the others."""
     for tier in size_class.tiers:
         if any(tier.what_if.values()):
             yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
@@ -289,7 +289,7 @@ def what_if(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def _other_sizes(tier: TierStatus, size: int) -> str:
-    """``ram of 64 GiB: +64 GiB = +7.0 points``, more first, without sizes that change nothing."""
+    """Write ``ram of 64 GiB: +64 GiB = +7.0 points``, more first, if a size changes anything."""
     ratios = {float(scale): 100 * ratio for scale, ratio in tier.what_if.items()}
     most = max(ratios.values())
     enough = min(scale for scale, ratio in ratios.items() if most - ratio < _NOTHING_POINTS)
@@ -346,7 +346,7 @@ def saved_compute(size_class: SizeClassStatus) -> Iterator[str]:
 
 
 def _misses(size_class: SizeClassStatus) -> Iterator[str]:
-    """Reasons why chunks were computed, the most common first, the audit's finds, and zero hits."""
+    """Yield why chunks were computed, the most common first, the audit's finds, and zero hits."""
     counts = Counter(size_class.missed) + Counter(size_class.declined)
     if counts:
         whole = counts.total()

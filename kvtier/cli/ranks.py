@@ -38,7 +38,7 @@ _SIZE = ("--data-parallel-size", "-dp")
 _LOCAL = ("--data-parallel-size-local", "-dpl")
 _BACKEND = ("--data-parallel-backend", "-dpb")
 _ONE_OF_SEVERAL = ("--data-parallel-rank", "-dpn")
-"""The engine is a single rank, and the others are engines of their own."""
+"""Flags of a single rank, whose others are engines of their own."""
 
 
 def local_ranks(arguments: Sequence[str]) -> int:
@@ -58,13 +58,13 @@ def start(env: Mapping[str, str]) -> str:
 
 
 def new_address() -> str:
-    """A socket in a new folder."""
+    """Return the address of a socket in a new folder."""
     folder = tempfile.mkdtemp(prefix="kvtier-ranks-")
     return f"unix://{folder}/kvtier.sock"
 
 
 def start_at(listen: Sequence[str], env: Mapping[str, str], *, temporary: bool = False) -> None:
-    """:func:`start` at these addresses, first a socket, whose ``temporary`` folder is removed at
+    """Do :func:`start` at these addresses, first a socket, whose ``temporary`` folder is removed at
     the end."""
     path = listen[0].removeprefix("unix://")
     folder = str(Path(path).parent) if temporary else ""
@@ -157,8 +157,8 @@ def _number(arguments: Sequence[str], names: Sequence[str]) -> int:
 
 
 def listens_at(arguments: Sequence[str], server: ServerSection) -> list[str]:
-    """Addresses of this node's server: its socket, and what the first node asks it by. Empty: the
-    hosts have not a server each. Raises ConfigError where this node has none."""
+    """Return the addresses of this node's server: its socket, and where the first node asks it.
+    Empty if the hosts have not a server each. Raises ConfigError if this node has none."""
     (count, rank), servers = nodes(arguments), server.addresses
     if count == 1 or len(servers) < 2:
         return []
@@ -172,7 +172,7 @@ def listens_at(arguments: Sequence[str], server: ServerSection) -> list[str]:
 
 def start_here(listen: Sequence[str], env: Mapping[str, str]) -> str:
     """Start this node's server, which ends with this process, unless one answers at its socket.
-    Returns what was done. Raises ConfigError when it does not start."""
+    Returns a log line. Raises ConfigError when it does not start."""
     if answers(listen[0].removeprefix("unix://")):
         return f"this host's server at {listen[0]} runs already"
     start_at(listen, env)

@@ -18,7 +18,7 @@ _PASSED = (
 
 
 def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
-    """vLLM's ``--kv-transfer-config`` for its own pool of ``pool_bytes`` above ``server``."""
+    """Make vLLM's ``--kv-transfer-config`` for its own pool of ``pool_bytes`` above ``server``."""
     entry = {"type": _TIER, "module_path": "kvtier.connectors.vllm_tier", "server": server}
     entry |= passed(config)
     extra = {"spec_name": "TieringOffloadingSpec", _POOL: pool_bytes}
@@ -27,12 +27,12 @@ def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
 
 
 def passed(config: Config) -> dict[str, Any]:
-    """Keys that were given and that a cache over the server has too."""
+    """Return the given keys that a cache over the server has too."""
     return {key: config.value(key) for key in _PASSED if key in config.sources}
 
 
 def said(transfer: Mapping[str, Any]) -> str:
-    """A log line about a ``--kv-transfer-config`` that names kvtier's tier. Empty: another one."""
+    """Return a log line about a ``--kv-transfer-config``; empty unless it names kvtier's tier."""
     extra = transfer.get("kv_connector_extra_config")
     if not isinstance(extra, Mapping) or f"'{_TIER}'" not in str(extra.get("secondary_tiers")):
         return ""

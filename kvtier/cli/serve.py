@@ -51,10 +51,10 @@ from kvtier.tiers.nvme.parts import NvmeSection
 logger = logging.getLogger("kvtier.server")
 
 _SWITCH_S = 0.0005
-"""How long a lane may run Python while the loop waits. Python's own 5 ms are five turns of it."""
+"""Time that a lane may run Python while the loop waits. Python's own 5 ms are five turns of it."""
 _LOOK_AGAIN_S = 5.0
 _RECORD_S = 0.25
-"""So that many notes are written at once."""
+"""Time between writes of the record, so that many notes are written at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,8 +153,8 @@ async def _look_again(started: Started, server: Server, name: str) -> None:
 
 
 def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
-    """The observer and the writer of notes in the folder ``record``. Raises ConfigError, and
-    ModuleNotFoundError without the extra ``server``."""
+    """Make the observer and the writer of a record in the folder ``record``. Raises ConfigError,
+    and ModuleNotFoundError without the extra ``server``."""
     if record is None:
         return (), lambda server: nullcontext()
     from aiofiles.os import wrap
@@ -189,9 +189,9 @@ def recorded(record: str | None) -> tuple[tuple[Observer, ...], Beside]:
 
 
 def admin_surface(config: Config, engines: EngineIndex) -> Beside:
-    """The server of the key ``admin``. A taken port or a missing library is a ConfigError where the
-    interface was asked for by name. Else it is trouble and a port is tried again: a cache must not
-    fail for its gauges."""
+    """Make the server of the key ``admin``. A taken port or a missing library is a ConfigError if
+    the interface was asked for by name. Else it is trouble and a port is tried again: a cache must
+    not fail for its gauges."""
     admin = config.admin
     if admin.address == "off":
         if admin.engines is not None:
@@ -244,15 +244,15 @@ def _admin_surface(config: Config, engines: EngineIndex) -> Beside:
 
 
 class Stores:
-    """Opens one size class's Store, with all of RAM and its own NVMe folder. Redis' chunks are
-    shared with other servers' classes of the same slot size. For one thread."""
+    """Opener of size classes' Stores, each with all of RAM and its own NVMe folder. Redis' chunks
+    are shared with other servers' classes of the same slot size. For one thread."""
 
     def __init__(self, started: Started, observers: tuple[Observer, ...] = ()) -> None:
         self._started, self._observers = started, observers
         self._writes = write_budgets(started.tiers, threading.Lock())
 
     def __call__(self, slot_bytes: int, lent: bool = False) -> Store:
-        """``lent``: other sizes have the room. Raises ConfigError or TierError."""
+        """Open a Store. ``lent``: other sizes have the room. Raises ConfigError or TierError."""
         own = self._started.for_slots(slot_bytes)
         if slot_bytes != own.config.server.slot_bytes:
             logger.info(
@@ -265,7 +265,7 @@ class Stores:
 
 
 def kept_sizes(nvme: NvmeSection) -> list[int]:
-    """Slot sizes of folders from before in ``nvme_path``, the one used last first."""
+    """Find the slot sizes of older folders in ``nvme_path``, the one used last first."""
     folders = [folder for place in nvme.folders() for folder in below(place, SIZE_FOLDERS) or ()]
     found = [folder for folder in folders if folder.name.removeprefix("slots-").isdecimal()]
     found.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)

@@ -44,7 +44,7 @@ def is_sglang(words: Sequence[str]) -> bool:
 
 
 def refuse(words: Sequence[str]) -> None:
-    """Raises ConfigError for flags with which SGLang's HiCache takes no storage of kvtier's."""
+    """Raise ConfigError for flags with which SGLang's HiCache takes no storage of kvtier's."""
     for flag, why in _NOT_WITH_US.items():
         if (told := value(words, flag)) is not None and str(told) != "1":
             raise ConfigError(f"{flag}: {why}")
@@ -57,8 +57,8 @@ def refuse(words: Sequence[str]) -> None:
 
 
 def verdict(words: Sequence[str], env: Mapping[str, str]) -> str:
-    """A line about the SGLang that the command starts. Raises ConfigError for none, or for no
-    kvtier beside it."""
+    """Return a line about the SGLang that the command starts. Raises ConfigError for none, or for
+    no kvtier beside it."""
     python = understood(words, env.get("PATH"), _SCRIPT, _MODULE).python
     found = look(python, env)
     if found.sglang is None or not found.kvtier:
@@ -69,7 +69,7 @@ def verdict(words: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def server_ram(words: Sequence[str], config: Config) -> tuple[int | None, str]:
-    """RAM of the server beside the engine, and why. None: as kvtier serve sizes it."""
+    """Return the RAM of the server beside the engine, or None for its own choice, and why."""
     if "ram_bytes" in config.sources:
         return None, f"the RAM of {config.sources['ram_bytes']}"
     if value(words, "--hicache-host-memory-mode") == "buffer_only":
@@ -81,7 +81,7 @@ def server_ram(words: Sequence[str], config: Config) -> tuple[int | None, str]:
 
 
 def launch(words: Sequence[str], config: Config, more: Mapping[str, str], *, prints: bool) -> int:
-    """Become the engine. Returns only where it ``prints`` the command."""
+    """Become the engine. Returns only if it ``prints`` the command."""
     env, server, sized = processes.environment(**more), config.server.address, dict[str, str]()
     refuse(words)
     said = f"the server {server}"

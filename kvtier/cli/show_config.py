@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def effective(started: Started, key: str) -> Any:
-    """The value of an engine started here and now. None: it has none, or gets it elsewhere."""
+    """Return the value for an engine started here; None without one, or if it gets it elsewhere."""
     value = masked(started.config.value(key))
     if value is not None or _elsewhere(started.config, key):
         return value
@@ -67,7 +67,7 @@ def effective(started: Started, key: str) -> Any:
 
 
 def _elsewhere(config: Config, key: str) -> str:
-    """The process that decides about a key that is not set. Empty: this configuration does."""
+    """Return who else decides about a key that is not set; empty if this configuration does."""
     if key == "ram_bytes" and config.server.here:
         return "the server's"
     section = KEYS[key].section

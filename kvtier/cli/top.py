@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _EVERY_S = 2.0
 _KEYS_S = 0.2
-"""How long a key or a new size of the terminal waits at most."""
+"""Longest time until a key or a new size of the terminal is noticed."""
 _MINUTE_S = 60.0
 _MOST_TENANTS = 8
 _FULL_COLUMNS = 6
@@ -41,7 +41,7 @@ _FAULTS = ("refused", "failed", "corrupt")
 class Look(NamedTuple):
     stats: status.Stats
     tenants: Sequence[str] | None
-    """Names of tenants. None: they are told to those who have the token."""
+    """Names of tenants, or None without the token, for which they are told."""
     past: Sequence[status.Moment] = ()
 
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError without ``rich``, and TierError when no server answers at first."""
+    """Draw. Raises ConfigError without ``rich``, and TierError when no server answers at first."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
-    """Standard input, which tells each key at once. None where it is no terminal."""
+    """Have standard input tell each key at once. None if it is no terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -102,7 +102,7 @@ def _keys() -> Iterator[int | None]:
 
 
 def _waited(typed: int | None, console: Console, redraw: Callable[[], None]) -> bool:
-    """Wait until the next look. True when ``q`` was typed or nobody can type any more."""
+    """Wait until the next look. Returns True if ``q`` was typed or nobody can type any more."""
     until, size = time.monotonic() + _EVERY_S, console.size
     while (left := until - time.monotonic()) > 0:
         ready = select.select([] if typed is None else [typed], [], [], min(left, _KEYS_S))[0]
@@ -115,7 +115,7 @@ def _waited(typed: int | None, console: Console, redraw: Callable[[], None]) -> 
 
 
 def _look(surface: Surface, past: Sequence[status.Moment]) -> Look:
-    """``past``: what is known of the last hour. It is asked for again when it is too old."""
+    """Ask the server. ``past``: moments of the last hour, asked for again if they are too old."""
     stats = surface.ask("/v1/stats", status.Stats)
     if not past or not 0 <= stats.uptime_s - past[-1].uptime_s < status.EVERY_S:
         past = surface.ask("/v1/history", status.Moments).moments
@@ -140,7 +140,7 @@ class Screen:
         return self._now.past if self._now else ()
 
     def add(self, look: Look) -> None:
-        """A server that was started again begins anew."""
+        """Add a look. A server that was started again begins anew."""
         old = self._now.stats if self._now else None
         self._before = old if old and old.uptime_s <= look.stats.uptime_s else None
         self._now = look
@@ -187,7 +187,7 @@ class Screen:
 
 
 def _plain(text: str, style: str = "") -> RenderableType:
-    """Text of any origin: a tenant chooses its own name."""
+    """Make text safe to show, whatever its origin: a tenant chooses its own name."""
     from rich.text import Text
 
     return Text(printable(text), style=style)
@@ -288,7 +288,7 @@ def _fill(tier: status.TierStatus) -> str:
 
 
 def _over_time(moments: Sequence[status.Moment], columns: int) -> RenderableType:
-    """Chunks that each tier served, one bar for each stretch of the last hour."""
+    """Draw the chunks that each tier served, one bar for each stretch of the last hour."""
     tiers = list(moments[-1].loads)
     label = max(map(len, tiers), default=0)
     room = max(1, min(len(moments) - 1, columns - label - 2))

@@ -24,11 +24,11 @@ _POLICY = "kv_load_failure_policy"
 ALLOCATOR, EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 CUMEM = "--enable-cumem-allocator"
 _STILL = ("--enable-sleep-mode", CUMEM)
-"""With one of these flags the KV cache lies in memory of another allocator."""
+"""Flags with each of which the KV cache lies in memory of another allocator."""
 
 
 class Command(NamedTuple):
-    """``arguments`` are vLLM's, after ``program``. ``python`` is the interpreter that runs it."""
+    """Command that starts vLLM. ``arguments`` follow ``program``. ``python`` runs it."""
 
     program: list[str]
     arguments: list[str]
@@ -38,7 +38,7 @@ class Command(NamedTuple):
 def understood(
     words: Sequence[str], path: str | None = None, script: str = "vllm", module: str = API_SERVER
 ) -> Command:
-    """The parts of the command. Raises ConfigError for one that does not start the server."""
+    """Parse a command. Raises ConfigError for one that does not start the server."""
     name = Path(words[0]).name if words else ""
     if name == script and words[1:2] == ["serve"]:
         program = shutil.which(words[0], path=path)
@@ -57,7 +57,7 @@ def understood(
 
 
 def interpreter(script: str) -> str:
-    """The Python in a script's first line, or this process's when it has none."""
+    """Return the Python in a script's first line, or this process's if it has none."""
     with open(script, "rb") as file:
         first = file.readline(512).decode(errors="replace")
     words = first.removeprefix("#!").split()
@@ -67,8 +67,8 @@ def interpreter(script: str) -> str:
 
 
 def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
-    """A log line about the connector that the command names itself. Raises ConfigError when it is
-    not kvtier's, because an engine has one connector."""
+    """Return a log line about the connector that the command names. Raises ConfigError if it is not
+    kvtier's, because an engine has one connector."""
     if value(arguments, _OWN_OFFLOADING) is not None:
         raise _own_offloading(_OWN_OFFLOADING)
     given = named_connector(arguments)
@@ -96,8 +96,8 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
 
 
 def recomputing(arguments: Sequence[str]) -> list[str]:
-    """vLLM's arguments, with kvtier's failure policy where kvtier is one of a MultiConnector's:
-    only a connector alone sets the policy itself. A policy that the command gives stays."""
+    """Add kvtier's failure policy to vLLM's arguments if kvtier is one of a MultiConnector's: only
+    a connector alone sets the policy itself. A policy that the command gives stays."""
     given = named_connector(arguments)
     if given is None or not _is_beside(given) or _POLICY in given:
         return list(arguments)
@@ -129,15 +129,15 @@ def _without_transfer(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_own_offloading(env: Mapping[str, str]) -> None:
-    """Raises ConfigError where LMI's options ask for vLLM's own offloading."""
+    """Raise ConfigError if LMI's options ask for vLLM's own offloading."""
     given = lmi.option("kv_offloading_size", env)
     if given is not None:
         raise _own_offloading(given.source)
 
 
 def refuse_expandable_segments(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raises ConfigError where torch's allocator may move the KV cache: vLLM refuses to start with
-    any connector then. vLLM looks at one variable, for these very letters."""
+    """Raise ConfigError if torch's allocator may move the KV cache: vLLM refuses to start with any
+    connector then. vLLM looks at one variable, for these very letters."""
     told = env.get(ALLOCATOR, "")
     if EXPANDABLE in told and not has_own_allocator(arguments):
         raise ConfigError(
@@ -158,8 +158,8 @@ def _own_offloading(source: str) -> ConfigError:
 
 
 def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
-    """The KV transfer configuration of arguments or ``--config`` file, in each way to write it, or
-    None. Raises ConfigError when it names no connector."""
+    """Read the KV transfer configuration of arguments or ``--config`` file, however it is written,
+    or None. Raises ConfigError if it names no connector."""
     dotted = {part: given for name, part, given in _flags(arguments) if name == TRANSFER_FLAG}
     if dotted.get("kv-connector"):
         return {"kv_connector": dotted["kv-connector"]}
@@ -170,7 +170,7 @@ def named_connector(arguments: Sequence[str]) -> Mapping[str, Any] | None:
 
 
 def value(arguments: Sequence[str], flag: str) -> Any:
-    """Value of a vLLM flag on the command line or in the ``--config`` file, or None."""
+    """Read a vLLM flag's value on the command line or in the ``--config`` file, or None."""
     for name, part, given in _flags(arguments):
         if name == flag and not part:
             return given
@@ -183,7 +183,7 @@ def given(arguments: Sequence[str], names: Sequence[str]) -> Any:
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Each word as a flag: its name, what stands behind a dot in it, and its value."""
+    """Yield each word as a flag: its name, the part behind a dot in it, and its value."""
     for word, following in pairwise([*arguments, ""]):
         name, equals, given = word.partition("=")
         name, _, part = name.replace("_", "-").partition(".")

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 REMOTE_LATENCY_S = 0.005
-"""Of a server on another host: its place among the tiers is behind stores in the same rack."""
+"""Latency assumed of a server on another host: its place is behind stores in the same rack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +128,12 @@ class ServerSection(ConfigSection):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """None, one, or one for each host of an engine, first its own."""
+        """Addresses of the servers: none, one, or one for each host of an engine, first its own."""
         return tuple(self.address.split(",")) if self.address else ()
 
     @property
     def here(self) -> str | None:
-        """Address of this host's server, whose tiers the engine uses. None: it has its own."""
+        """Address of this host's server, whose tiers the engine uses, or None if it has its own."""
         return next((one for one in self.addresses[:1] if one.startswith("unix:")), None)
 
 
@@ -163,14 +163,14 @@ _BEHIND_TIERS: tuple[type[ConfigSection], ...] = (ServerSection, AdminSection)
 
 
 class Remark(NamedTuple):
-    """A line about a configuration. ``level`` as in logging: a warning tells what is in vain."""
+    """Line about a configuration. ``level`` as in logging: a warning if a setting has no effect."""
 
     level: int
     text: str
 
 
 def tell(remarks: Iterable[Remark]) -> None:
-    """Log them. Of several processes that read the same configuration, in one."""
+    """Log remarks. Only one of several processes with one configuration does."""
     for level, text in remarks:
         logger.log(level, "%s", text)
 
@@ -203,7 +203,7 @@ class Key(NamedTuple):
 
 
 def _fits(section: type[TierSection]) -> str:
-    """Why the keys of a tier cannot stand in the table. "" when they can."""
+    """Return why the keys of a tier cannot stand in the table, or ""."""
     for flat, (_, about) in section.keys().items():
         if any(flat in own.keys() for own in _BEFORE_TIERS + _BEHIND_TIERS):  # noqa: SIM118
             return f"its key {flat} is kvtier's own; expected another name"
@@ -221,7 +221,7 @@ for _tier in list(TIERS.values()):
 
 _TIERS = tuple(tier.section for tier in TIERS.values())
 SECTIONS = {section.name: section for section in _BEFORE_TIERS + _TIERS + _BEHIND_TIERS}
-"""kvtier's own and those of all tiers, in the order of tables and files."""
+"""Sections of kvtier and of all tiers, in the order of tables and files."""
 KEYS: dict[str, Key] = {
     flat: Key(flat, section.name, name, about)
     for section in SECTIONS.values()
@@ -231,7 +231,7 @@ KEYS: dict[str, Key] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A value for every key. Raises ConfigError for one that has no effect without another.
+    """Values for all keys. Raises ConfigError for one that has no effect without another.
 
     >>> Config().with_keys(ram_bytes=1 << 30, nvme_path="/mnt/nvme").nvme.path
     '/mnt/nvme'
@@ -245,7 +245,7 @@ class Config:
     server: ServerSection = ServerSection()
     admin: AdminSection = AdminSection()
     remarks: tuple[Remark, ...] = field(default=(), compare=False, repr=False)
-    """Remarks on each key of LMCache's, of old names, and of what was not read."""
+    """Remarks on LMCache's keys, on old names, and on files that were not read."""
 
     @property
     def nvme(self) -> NvmeSection:
@@ -342,7 +342,7 @@ def describe(config: Config) -> list[KeyRow]:
 
 
 def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
-    """Lines of a configuration file, of flat name, value and comment: each key in its section."""
+    """Write a configuration file's lines by section. ``rows``: flat name, value and comment."""
     by_section: dict[str, list[str]] = {}
     for flat, value, comment in rows:
         key = KEYS[flat]
@@ -356,7 +356,7 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
 
 
 def places(config: Config) -> list[str]:
-    """Places where an engine itself keeps chunks, fastest first. None where a server does."""
+    """List the places where an engine itself keeps chunks, fastest first. None with a server."""
     if config.server.here:
         return []
     lower = [(own.latency_s, tier.name) for tier, own in configured(config.tiers)]
@@ -366,5 +366,5 @@ def places(config: Config) -> list[str]:
 
 
 def default_ram_bytes(available: int) -> int:
-    """RAM tier's default. ``available``: bytes that neither the host nor the cgroup needs."""
+    """Return the RAM tier's default. ``available``: bytes that neither host nor cgroup need."""
     return min(available // 4, 32 * GIB)

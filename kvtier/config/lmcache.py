@@ -22,7 +22,7 @@ _OFF = (None, False, "", "false", "False")
 _SEED = "pythonhashseed"
 _SENTINEL_SERVICE = "redis_service_name"
 _BESIDE = (_SEED, _SENTINEL_SERVICE)
-"""Variables without LMCache's prefix that are not its keys but that it reads all the same."""
+"""Variables without LMCache's prefix that are no keys of it and that it reads all the same."""
 
 ENVIRONMENT_KEYS = (
     *("chunk_size", "local_cpu", "max_local_cpu_size", "local_disk", "max_local_disk_size"),
@@ -33,7 +33,7 @@ _NO_KEYS = ("LMCACHE_CONFIG_FILE",)
 
 
 class Note(NamedTuple):
-    """``ours``: the kvtier key that has ``value``. ``lost``: kvtier does not do what is asked."""
+    """Translation of a key. ``ours``: kvtier's key. ``lost``: kvtier does not do what is asked."""
 
     key: str
     given: object
@@ -59,7 +59,7 @@ def _lost(reason: str) -> _Mapped:
 
 
 def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
-    """One note for every key of an LMCache configuration, and each part of ``extra_config``. Raises
+    """Translate every key of an LMCache configuration, and each part of ``extra_config``. Raises
     ConfigError for a value that cannot be read."""
     service = str(raw.get(_SENTINEL_SERVICE) or _USUAL_SERVICE)
     notes = [Note(key, value, *_explain(key, value, ranks)) for key, value in _flatten(raw)]
@@ -74,7 +74,7 @@ def translate(raw: Mapping[str, object], ranks: int) -> list[Note]:
 
 
 def remarked(notes: Sequence[Note], shown: Callable[[str, object], object]) -> list[Remark]:
-    """Warnings where kvtier does not do what a key asks for, else INFO. ``shown`` masks a value."""
+    """Return a warning for each key that kvtier does not do, else INFO. ``shown`` masks a value."""
     return [
         Remark(logging.WARNING if note.lost else logging.INFO, _text(note, shown)) for note in notes
     ]
@@ -88,8 +88,8 @@ def _text(note: Note, shown: Callable[[str, object], object]) -> str:
 
 
 def from_environment(env: Mapping[str, str], *, every: bool) -> dict[str, str]:
-    """LMCache's keys in the environment: those that it shares with files, or ``every`` one, with
-    the seed (LMI sets both) and the name of Redis Sentinel's service."""
+    """Read LMCache's keys in the environment: those that it shares with files, or ``every`` one,
+    with the seed (LMI sets both) and the name of Redis Sentinel's service."""
     if not every:
         keys = (*ENVIRONMENT_KEYS, _SENTINEL_SERVICE)
         return {key: env[variable(key)] for key in keys if env.get(variable(key))}
@@ -103,7 +103,7 @@ def variable(key: str) -> str:
 
 
 def is_known(key: str) -> bool:
-    """Whether this is a name of LMCache's, so that an error hints at the variable for its file."""
+    """Whether it is a key of LMCache's, so that an error hints at the variable for its file."""
     return key in _MAPPED or key in _ALWAYS_ON or key in _ONLY or key in _NOT_NEEDED
 
 
@@ -189,7 +189,7 @@ def _local_disk(key: str, value: object, ranks: int) -> _Mapped:
 
 
 def _folder(key: str, value: object, reason: str) -> _Mapped:
-    """``file://`` with two slashes counts from the root too, because LMI's examples have it."""
+    """Read a folder. ``file://`` with two slashes begins at the root too, as in LMI's examples."""
     text = str(value)
     path = "/" + text.removeprefix("file://").lstrip("/") if text.startswith("file://") else text
     if isinstance(value, bool) or "," in path or not path.startswith("/") or not path.strip("/"):
@@ -211,7 +211,7 @@ _REMOTE = {
 _BY_KEY = {
     scheme: words for tier in TIERS.values() for scheme, words in tier.section.lmcache.items()
 }
-"""LMCache's scheme -> the key of a tier that needs more than LMCache's URL says: its own prefix, or
+"""LMCache's scheme -> key of a tier that LMCache's URL says too little for: a tier's own prefix, or
 bytes that it may have."""
 _USUAL_SERVICE = "redismaster"
 
@@ -241,7 +241,7 @@ def _remote_url(key: str, value: object, ranks: int) -> _Mapped:
 
 
 def _with_service(note: Note, service: str) -> Note:
-    """Sentinel's URL names the service that it is asked for."""
+    """Add the service to Sentinel's URL, which has to name it."""
     url = str(note.value)
     if not url.startswith("redis+sentinel://") or "/" in url.partition("://")[2].rstrip("/"):
         return note
@@ -263,7 +263,7 @@ _MAPPED: dict[str, Callable[[str, object, int], _Mapped]] = {
 _ALWAYS_ON = frozenset({"local_cpu", "extra_config.use_odirect"})
 
 _ONLY = {"local_device": "cpu", "remote_serde": "naive", "cache_policy": "lru"}
-"""The one value of LMCache's that kvtier serves."""
+"""Only value of a key of LMCache's that kvtier serves."""
 
 _NOT_NEEDED = frozenset(
     {

@@ -14,7 +14,7 @@ from kvtier.config.keys import Remark
 from kvtier.core.errors import ConfigError
 
 SERVING_PROPERTIES = "/opt/ml/model/serving.properties"
-"""Where LMI's containers keep it. It is read when no other file is named."""
+"""Properties file of LMI's containers, read if no other file is named."""
 PROPERTIES_VARIABLE = "KVTIER_PROPERTIES_FILE"
 
 _OPTIONS = ("lmcache_auto_config", "lmcache_config_file")
@@ -28,7 +28,7 @@ class Option(NamedTuple):
 
 
 def option(name: str, env: Mapping[str, str]) -> Option | None:
-    """LMI's option ``name``. Raises ConfigError for a properties file that cannot be read."""
+    """Read LMI's option ``name``. Raises ConfigError for a properties file that cannot be read."""
     value = _properties(env).get(f"option.{name}", "")
     if value:
         return Option(value, f"option.{name} in {properties_file(env)}")
@@ -47,8 +47,8 @@ def _properties(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
-    """A warning for each option that is nearly one of LMI's for a cache. Raises ConfigError when
-    the properties file cannot be read."""
+    """Warn of each option that is nearly one of LMI's for a cache. Raises ConfigError when the
+    properties file cannot be read."""
     given = [(name, "option.") for name in _properties(env)]
     for name, form in [*given, *((name, "OPTION_") for name in env)]:
         own = name.removeprefix(form).lower()
@@ -60,7 +60,7 @@ def misspelt(env: Mapping[str, str]) -> Iterator[Remark]:
 
 
 def config_file(env: Mapping[str, str]) -> Option | None:
-    """``lmcache_config_file``. As in LMI, a relative path counts from the file that names it."""
+    """Read ``lmcache_config_file``. A relative path counts from the file that names it."""
     given = option("lmcache_config_file", env)
     file = properties_file(env)
     if given is None or file is None or not given.source.startswith("option."):
@@ -69,9 +69,9 @@ def config_file(env: Mapping[str, str]) -> Option | None:
 
 
 def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark]:
-    """Sizes come from one place, as in LMI: beside ``LMCACHE_CONFIG_FILE`` from auto-config, with a
-    warning. Raises ConfigError beside every other file, and when that one is not there. ``asked``
-    says by whom. ``ours``: kvtier's own file."""
+    """Check that sizes have one source, as in LMI: ``LMCACHE_CONFIG_FILE`` gets a warning that
+    auto-config's count. Raises ConfigError for every other file, and if that one is missing.
+    ``asked``: who asks for auto-config. ``ours``: kvtier's own file."""
     option, lmcaches = config_file(env), env.get("LMCACHE_CONFIG_FILE")
     named = str(ours) if ours else option.value if option else None
     if named is None and lmcaches and not Path(lmcaches).is_file():
@@ -88,7 +88,7 @@ def beside_auto(asked: str, ours: object, env: Mapping[str, str]) -> list[Remark
 
 
 def properties_file(env: Mapping[str, str]) -> Path | None:
-    """The file that counts: the one named, else LMI's own if this is such a container."""
+    """Return the named properties file, else LMI's own if this is such a container."""
     named = env.get(PROPERTIES_VARIABLE)
     if named:
         return Path(named)
@@ -97,8 +97,8 @@ def properties_file(env: Mapping[str, str]) -> Path | None:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Java's properties: ``key=value``, ``key: value`` or ``key value``. ``#`` and ``!`` begin a
-    comment, a backslash joins the next line."""
+    """Parse Java's properties: ``key=value``, ``key: value`` or ``key value``. ``#`` and ``!``
+    begin a comment, a backslash joins the next line."""
     found = {}
     for line in re.sub(r"(?<!\\)((?:\\\\)*)\\\r?\n[ \t]*", r"\1", text).splitlines():
         content = line.strip()

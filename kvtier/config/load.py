@@ -41,10 +41,10 @@ def load(
     flags: Mapping[str, object] | None = None,
     ranks: int = 1,
 ) -> Config:
-    """The effective configuration. Raises ConfigError.
+    """Load the effective configuration. Raises ConfigError.
 
     ``file`` beats the files named in the environment. ``flags``: from a command line or the
-    engine's connector settings, None for what is not given. ``ranks``: of the engine's workers,
+    engine's connector settings, None for one that is not given. ``ranks``: of the engine's workers,
     because LMCache's files give sizes per worker."""
     if BROKEN:
         raise ConfigError("; ".join(BROKEN))
@@ -72,7 +72,7 @@ def load(
 
 
 def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Relative paths of ``flags`` that a person typed, below the current folder. Files and engines
+    """Make relative paths of typed ``flags`` absolute, below the current folder. Files and engines
     must give absolute paths, because a reader cannot see which folder they are relative to."""
     paths = {key for key, about in KEYS.items() if about.unit in ("file", "folder", "folders")}
     return {
@@ -82,9 +82,9 @@ def typed(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
-    """``config`` with the values of ``plan`` for the keys that are not set. Sizes in
-    ``LMCACHE_MAX_LOCAL_*`` are upper bounds, because LMI counts neither the cgroup nor what the
-    disk holds. A disk without a size that the plan left out is not used."""
+    """Fill in the values of ``plan`` for the keys that are not set. Sizes in
+    ``LMCACHE_MAX_LOCAL_*`` are upper bounds, because LMI counts neither the cgroup nor the disk's
+    content. A disk without a size that the plan left out is not used."""
     given = config.sources
     lmi_set = {key for key in given if given[key].startswith("environment LMCACHE_MAX_LOCAL_")}
     new = {
@@ -107,8 +107,8 @@ def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
 
 
 def encryption_key() -> str | None:
-    """The environment's encryption key as given. An empty one counts as given, and is no key: a
-    cache must not go in plain because a secret was not there."""
+    """Return the environment's encryption key as given. An empty one counts as given, and is no
+    key: a cache must not go in plain because a secret was missing."""
     return environment().get(ENCRYPTION_KEY)
 
 
@@ -121,8 +121,8 @@ _SIZED_BY_HAND = "LMCache file "
 
 
 def _asks_for_auto(above: Sequence[_Given]) -> str:
-    """The environment or flag that asks for auto-config, or "". ``auto: true`` in a file of ours is
-    that file's own wish."""
+    """Return the variable or flag that asks for auto-config, or "". ``auto: true`` in a file of
+    ours is that file's own wish."""
     asked = [given for given in above if given.key == "auto" and given.value is not None]
     return asked[-1].source if asked and _parse(*asked[-1]) else ""
 
@@ -176,7 +176,7 @@ def _yaml(path: str) -> dict[str, Any]:
 _SERVICE_LINK = re.compile(
     r"KVTIER_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-"""Variables that Kubernetes gives every pod for a service called kvtier or kvtier-..."""
+"""Names of variables that Kubernetes gives every pod for a service called kvtier or kvtier-..."""
 
 
 def _from_environment(env: Mapping[str, str]) -> Iterator[_Given]:
@@ -216,7 +216,7 @@ _SEEN_BY_ALL = (
 def _in_sections(
     content: Mapping[str, Any], source: str, remarks: list[Remark]
 ) -> Iterator[_Given]:
-    """The keys of a file. A flat name is an old one, whose new one a remark tells."""
+    """Yield the keys of a file. A flat name is an old one, whose new one a remark tells."""
     seen = set[str]()
     for key, value in content.items():
         if key in SECTIONS and (value is None or isinstance(value, Mapping)):
@@ -281,7 +281,7 @@ def _parse(key: str, given: object, source: str) -> Any:
     if KEYS[key].unit == "url":
         return _url(key, given, source)
     parse, expected = values.PARSERS[KEYS[key].unit]
-    # what is a number and in no file of ours is a program's, or LMCache's GiB, and nobody's typing
+    # a number outside a file of ours comes from a program, or LMCache's GiB, and nobody typed it
     exact = KEYS[key].unit in SIZES and type(given) is int and not source.startswith("file ")
     try:
         return parse(f"{given}B" if exact else given)

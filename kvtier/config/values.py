@@ -19,8 +19,8 @@ _STREAM = re.compile(
 
 
 class Stream(NamedTuple):
-    """Where an engine of a fleet, or a server, publishes its KV events. ``replay``: where missed
-    messages are asked for. None: nowhere."""
+    """Endpoints at which an engine or a server publishes its KV events. ``replay``: where missed
+    messages are asked for, or None."""
 
     name: str
     endpoint: str
@@ -28,15 +28,16 @@ class Stream(NamedTuple):
 
 
 def parse_stream(text: str) -> Stream:
-    """Raises ValueError for anything but one stream without a name."""
+    """Parse one stream without a name. Raises ValueError for anything else."""
     (stream,) = parse_streams(f"server={text}")
     return stream
 
 
 def parse_streams(text: str) -> list[Stream]:
-    """``engine-1=ipc:///run/e1?replay=ipc:///run/e1r, engine-2=tcp://10.0.0.1:5557?replay=5558``: a
-    name is what a router calls the engine, and ``replay`` a port of the same host, or an endpoint.
-    Raises ValueError for what is no list of streams, and for a name that comes twice."""
+    """Parse streams such as ``e1=ipc:///run/e1?replay=ipc:///run/e1r,
+    e2=tcp://1.2.3.4:55?replay=56``: a name is what a router calls the engine, and ``replay`` a port
+    of the same host, or an endpoint. Raises ValueError for no list of streams, and for a name that
+    comes twice."""
     found = [_STREAM.fullmatch(part.strip()) for part in text.split(",")]
     streams = [_stream(one) for one in found if one is not None]
     if len({stream.name for stream in streams}) < len(found) or len(streams) > _MOST_STREAMS:
@@ -88,7 +89,7 @@ def _text(pattern: str) -> Callable[[object], str]:
 
 
 def _each(parse: Callable[[object], object]) -> Callable[[object], str]:
-    """Several in a list, or separated by commas."""
+    """Make a parser of several values, in a list or separated by commas."""
 
     def parse_all(given: object) -> str:
         texts = given if isinstance(given, list | tuple) else str(given).split(",")
@@ -152,7 +153,7 @@ PARSERS: dict[str, tuple[Callable[[object], Any], str]] = {
     "policy": (_text(r"auto|lru"), "auto or lru"),
     "level": (_text(r"DEBUG|INFO|WARNING|ERROR"), "DEBUG, INFO, WARNING or ERROR"),
 }
-"""Unit of a key -> what reads its value, and what it expects in words."""
+"""Unit of a key -> function that reads its value, and the expected value in words."""
 
 
 _MAY_HOLD_A_PASSWORD = re.compile(r"(?s)[^/].*[@#?]")
@@ -165,7 +166,7 @@ _URLS = [
 
 
 def masked(value: object) -> object:
-    """``value`` without passwords. Of a tier's URL with one, only what was understood stays."""
+    """Mask passwords. Of a tier's URL with one, only the understood parts stay."""
     if not isinstance(value, str) or _is_streams(value):
         return value
     for url in _URLS:
@@ -175,7 +176,7 @@ def masked(value: object) -> object:
 
 
 def _is_streams(text: str) -> bool:
-    """Event streams, with or without names. They have no place for a password."""
+    """Whether it is event streams, with or without names, which have no place for a password."""
     try:
         parse_streams(text if text.partition("://")[0].count("=") else f"server={text}")
     except ValueError:
@@ -190,9 +191,9 @@ _SHOWN_LETTERS, _SECRET_LETTERS = 200, 16
 
 
 def shown(name: str, value: object, unit: str = "") -> object:
-    """``value`` for a log line or an error: masked, cut where it is long, and hidden where it looks
-    like a secret that was given in the place of a file, or under a ``name`` of another package's
-    (``unit`` is empty then)."""
+    """Return ``value`` for a log line or an error: masked, cut if it is long, and hidden if it
+    looks like a secret that was given in the place of a file, or under a ``name`` of another
+    package's (``unit`` is empty then)."""
     if isinstance(value, Mapping | list | tuple | set):
         return f"({type(value).__name__})"
     text = masked(value)

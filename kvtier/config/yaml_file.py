@@ -19,7 +19,7 @@ from kvtier.core.errors import ConfigError
 MOST_BYTES = 1 << 18
 MOST_LEVELS = 16
 MOST_NODES = 10_000
-"""Keys and values, with each alias counted as all that it stands for."""
+"""Most keys and values, with each alias counted as all that it stands for."""
 
 _FAULTS = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 """Errors of PyYAML besides its own: for 2001-99-99, !!int x, !!bool x, !!timestamp x."""
@@ -51,17 +51,17 @@ def _parsed(text: bytes) -> object:
 
 
 class _Refusal(Exception):  # noqa: N818 - it never leaves this file
-    """YAML that is not read."""
+    """YAML that is refused."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops at the first node that is too deep or one too many, so that PyYAML reads no further."""
+    """Loader that stops at the first node too deep or one too many: PyYAML reads no further."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = self._nodes = 0
         self._sizes: dict[int, int] = {}
-        """Nodes in and below each finished node, by its ``id``."""
+        """Number of nodes in and below each finished node, by its ``id``."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from kvtier.tiers.seam import Finding, TierSection, refused
 
 
 def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:
-    """Values that auto-config would set for an engine or a ``server``. The engine knows its own
+    """Fill in what auto-config would set for an engine or a ``server``. The engine knows its own
     parallelism, and decides at its start. A server that an engine uses has its room already."""
     if config.server.here:
         seen = f"the tiers are the server's ({config.server.here}): its log tells their sizes"
@@ -66,7 +66,7 @@ def check_model(started: Started, model: Model) -> Finding:
 
 
 def check_secrets(started: Started) -> Iterator[Finding]:
-    """Files with secrets are readable by this user alone, and encryption has what it needs."""
+    """Check that files with secrets are this user's alone, and that encryption can be used."""
     config = started.config
     if config.engine.encryption_key_file is not None or encryption_key() is not None:
         yield Finding.of(
@@ -92,12 +92,12 @@ def check_secrets(started: Started) -> Iterator[Finding]:
 
 
 def no_key(started: Started) -> str:
-    """Why chunks that must be encrypted cannot be. "" when they can, or need not be."""
+    """Return why chunks that must be encrypted cannot be; "" if they can, or need not be."""
     return refused(lambda: started.encryption_key)
 
 
 def check_ram() -> Finding:
-    """Reach the slots as a worker does."""
+    """Check that a second process reaches the slots, as a worker does."""
     return Finding.of(
         "self-test ram",
         selftest.try_ram(),
@@ -110,8 +110,8 @@ def check_ram() -> Finding:
 
 
 def check_left_behind(config: Config, *, server: bool) -> Finding:
-    """Disk space that nobody uses: engines' where this is a ``server`` or an engine of one,
-    servers' for an engine by itself, and both without a disk tier."""
+    """Find disk space that nobody uses: engines' for a ``server`` or an engine of one, servers' for
+    an engine by itself, and both without a disk tier."""
     kinds = {False} if server or config.server.here else {True}
     if config.nvme.path is None and not config.server.here:
         kinds = {False, True}
@@ -130,11 +130,11 @@ def check_tier(started: Started, tier: RegisteredTier, own: TierSection) -> Iter
 
 
 _FEW_HITS_PART = 0.01
-"""Part of the asked chunks that counts as no hits, because the self-test's chunks are hits too."""
+"""Part of the asked chunks up to which hits count as none: the self-test's chunks are hits too."""
 
 
 def check_server(started: Started) -> Iterator[Finding]:
-    """Each server is there, lets us in, and gives back what it took, between two clients."""
+    """Check that each server is there, lets us in, and gives one client what another one saved."""
     for address in started.config.server.addresses:
         yield from _check_one(started, address)
 

@@ -33,7 +33,7 @@ print(json.dumps(["{CONNECTOR}" in known, known.get("{LMCACHE}") is known.get("{
 
 
 def check_engine() -> Iterator[Finding]:
-    """vLLM in this Python, and whether the connector loads there as vLLM would load it."""
+    """Check vLLM in this Python, and whether the connector loads there as vLLM would load it."""
     env = environment()
     try:
         text = verdict(look(sys.executable, env), sys.executable)
@@ -83,7 +83,7 @@ def _connector(env: dict[str, str]) -> Finding:
 
 
 def check_command(words: Sequence[str]) -> Iterator[Finding]:
-    """Whether LMI's options and vLLM's command keep kvtier's connector, or SGLang's its storage."""
+    """Check that LMI's options and the command keep kvtier's connector, or storage for SGLang."""
     env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
     try:
         vllm_command.refuse_own_offloading(env)
@@ -117,8 +117,8 @@ _VARIABLES = (vllm_command.ALLOCATOR, "PYTORCH_ALLOC_CONF")
 
 
 def allocator(arguments: Sequence[str], env: Mapping[str, str], shared: Fact[str]) -> str:
-    """Arguments that vLLM's command lacks, and why. Empty where the GPU has its own memory or is
-    AMD's, and where torch's allocator is told already."""
+    """Return the arguments that vLLM's command lacks, and why. Empty if the GPU has its own memory
+    or is AMD's, or torch's allocator is told already."""
     name = shared.value
     if name is None or name.startswith("AMD"):
         return ""

@@ -40,7 +40,7 @@ class Installed(NamedTuple):
 
 
 def look(python: str, env: Mapping[str, str]) -> Installed:
-    """Packages of this Python, found without importing. Raises ConfigError if it does not run."""
+    """Find a Python's packages without importing. Raises ConfigError if it does not run."""
     command, env = processes.python(python, "-c", _LOOK), processes.without_settings(env)
     try:
         done = processes.run(
@@ -56,7 +56,7 @@ def look(python: str, env: Mapping[str, str]) -> Installed:
 
 
 def verdict(found: Installed, python: str) -> str:
-    """A log line about its vLLM. Raises ConfigError for no or an old vLLM, and for no kvtier."""
+    """Return a log line about its vLLM. ConfigError for no or an old vLLM, and for no kvtier."""
     if found.vllm is None:
         raise ConfigError(
             f"{python} has no vLLM: pip install vllm there, or give the python that has it"
