@@ -21,19 +21,19 @@ from kvtier.load_policy.prefill import PrefillTime
 
 GPU_MEMORY_PART = 0.9
 GPU_OVERHEAD_BYTES = 2 << 30
-"""Activations, CUDA graphs and the runtime, a GPU."""
+"""Memory of activations, CUDA graphs and the runtime, for each GPU."""
 _USABLE_PEAK_PART = 0.5
-"""Share of a spec sheet's matrix peak that long prefills reach."""
+"""Part of a spec sheet's matrix peak that long prefills reach."""
 
 
 class GpuKind(NamedTuple):
-    """From spec sheets: dense 16-bit matrix operations a second, host link (pinned), memory."""
+    """A GPU by its spec sheet: dense 16-bit operations a second, host link (pinned), memory."""
 
     flops: float
     link: float
     memory: int
     shared: bool = False
-    """True where the GPU has the host's memory, and none of its own."""
+    """Whether the GPU has the host's memory, and none of its own."""
 
 
 _SPEC_SHEETS = {
@@ -68,20 +68,21 @@ _SPEC_SHEETS = {
     "STRIX-HALO": (59, 50, 124),
     "MI300A": (980, 200, 128),
 }
-"""10^12 operations a second, GB/s, GiB."""
+"""Spec sheets' 10^12 operations a second, GB/s of the host link, GiB of memory."""
 _SHARED = {"GB10", "THOR", "ORIN", "STRIX-HALO", "MI300A"}
-"""Their link is a copy within one memory: a quarter of its rate, as a copy reads and writes."""
+"""GPUs with the host's memory. Their link is a quarter of its rate: a copy in it reads and
+writes."""
 GPU_KINDS = {
     name: GpuKind(tera * 1e12, giga * 1e9, gib << 30, name in _SHARED)
     for name, (tera, giga, gib) in _SPEC_SHEETS.items()
 }
-"""Of one family the smallest first: that is what a product name without a size is taken for."""
+"""Kinds of GPUs, of a family the smallest first: a product name without a size means that one."""
 CPU_CORE_FLOPS = 0.4e12
 """Peak of one core with 16-bit matrix instructions. An EPYC with AVX-512 BF16 reached half."""
 
 
 def gpu_kind(name: str) -> GpuKind | None:
-    """The table's row for a product name such as "NVIDIA A100-SXM4-80GB", or None."""
+    """Find the kind of a product name such as "NVIDIA A100-SXM4-80GB", or None."""
     words = set(name.upper().replace("-", " ").split())
     named = [kind for kind in GPU_KINDS if words.issuperset(kind.split("-"))]
     family = [kind for kind in GPU_KINDS if kind.split("-")[0] in words]
@@ -92,8 +93,8 @@ def gpu_kind(name: str) -> GpuKind | None:
 def estimated_prefill(
     active_parameters: int, attention_flops: int, peak_flops: float
 ) -> PrefillTime:
-    """Estimate before a measurement: 2 operations a parameter and token at half of the peak.
-    ``attention_flops``: of a prompt, for each square of its tokens."""
+    """Estimate prefill before a measurement: 2 operations a parameter and token at half of the
+    peak. ``attention_flops``: of a prompt, for each square of its tokens."""
     usable = peak_flops * _USABLE_PEAK_PART
     return PrefillTime(2 * active_parameters / usable, 2 * attention_flops / usable)
 
@@ -105,7 +106,7 @@ def break_even(
     prefill: PrefillTime,
     longest: int,
 ) -> int | None:
-    """Fewest tokens (up to ``longest``) from which hits beat computing. None: they never do."""
+    """Return the fewest tokens (to ``longest``) whose hits beat computing; None if none do."""
     gain = prefill.per_token - bytes_per_token / bytes_per_second
     root = math.sqrt(gain * gain + 2 * prefill.per_depth * latency)
     if gain > 0:  # the stable form of the quadratic's positive root
@@ -118,7 +119,7 @@ def break_even(
 
 
 def gpu_kv_bytes(gpus: int, bytes_each: int, weight_bytes: int) -> int:
-    """Memory that GPUs with one copy of the weights leave for the engine's own KV cache."""
+    """Return the memory that GPUs with one copy of the weights leave for the engine's own KV."""
     usable = int(gpus * (bytes_each * GPU_MEMORY_PART - GPU_OVERHEAD_BYTES))
     return max(0, usable - weight_bytes)
 

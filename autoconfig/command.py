@@ -36,7 +36,7 @@ def size(text: str) -> int:
 
 
 def speed(text: str) -> int:
-    """Bytes a second of ``--disk-speed``."""
+    """Parse ``--disk-speed`` as bytes a second."""
     try:
         return parse_size(text.removesuffix("/s"))
     except ValueError:
@@ -96,7 +96,7 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 when kvtier would stay off. Raises ConfigError for wrong input."""
+    """Plan. Returns 0, or 1 if kvtier would stay off. Raises ConfigError for wrong input."""
     facts = look(args)
     plan = make_plan(facts if args.no_measure else measure(facts))
     if args.yaml:
@@ -140,7 +140,7 @@ def look(args: argparse.Namespace) -> Facts:
 
 
 def _flag(tier: RegisteredTier, flat: str) -> str:
-    """A tier is given by its name alone: ``--redis URL``."""
+    """Return the flag of a tier's key: a tier is given by its name alone, as ``--redis URL``."""
     return f"--{tier.name}" if flat == tier.place else f"--{flat.replace('_', '-')}"
 
 

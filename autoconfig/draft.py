@@ -16,7 +16,7 @@ from kvtier.tiers.seam import Value
 T = TypeVar("T", int, float)
 
 _RAM_LATENCY_S = 0.0002
-"""Seconds from the request to the first byte."""
+"""Time from the request to the first byte in RAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Row:
 
 @dataclass(slots=True)
 class Plan:
-    """``settings`` are config keys, which ``derived`` led to. ``left_out``: tiers with reasons.
-    ``prefill``: the assumed speed of the engine until it has computed."""
+    """Plan of config keys (``settings``), with the numbers behind them (``derived``). ``left_out``:
+    tiers with reasons. ``prefill``: the engine's assumed speed until it has computed."""
 
     settings: list[Row] = field(default_factory=list)
     derived: list[Row] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Plan:
     prefill: PrefillTime = field(default=PrefillTime(0.0))
 
     def values(self) -> dict[str, Value]:
-        """Values for kvtier's config. Without ``ram_bytes`` kvtier must stay off."""
+        """Return the values for kvtier's config. Without ``ram_bytes`` kvtier must stay off."""
         return {row.key: row.value for row in self.settings}
 
     def set(self, key: str, value: Value, source: str, reason: str) -> None:
@@ -52,7 +52,7 @@ class Plan:
         self.left_out.append((tier, reason))
 
     def take(self, key: str, fact: Fact[T], otherwise: T, because: str) -> T:
-        """The fact's value, or else ``otherwise``, with the assumption written down."""
+        """Return the fact's value, or else ``otherwise``, with the assumption written down."""
         if fact.value is not None:
             return fact.value
         self.derived.append(Row(key, otherwise, "assumed", f"unknown ({fact.source}); {because}"))
@@ -60,7 +60,7 @@ class Plan:
 
 
 class Load(NamedTuple):
-    """One store's KV to keep and to move, in bytes a token, and what computing costs instead."""
+    """One store's KV: bytes a token, longest prompts, pace to the engine, ranks and stores here."""
 
     kv_bytes: int
     long_tokens: int
@@ -70,7 +70,7 @@ class Load(NamedTuple):
     stores: int
 
     def too_small(self, size: int) -> str:
-        """Why ``size`` bytes are not worth a tier. "" when one long context fits."""
+        """Return why ``size`` bytes are not worth a tier, or "" if one long context fits."""
         if size >= max(MIB, self.long_tokens * self.kv_bytes):
             return ""
         needed = size_text(self.long_tokens * self.kv_bytes)
@@ -80,8 +80,8 @@ class Load(NamedTuple):
 def break_even_row(
     tier: str, speed: Fact[float], load: Load, draft: Plan, latency: float | None = None
 ) -> Row | None:
-    """The row with the length from which the tier beats computing. Without one the tier is left
-    out. ``latency``: seconds until the first byte. None: the usual ones."""
+    """Make the row with the length from which the tier beats computing. Without one the tier is
+    left out. ``latency``: seconds until the first byte, or None for the usual."""
     name, _, place = tier.partition(" ")
     bandwidth = max(1.0, min(speed.value or 0.0, load.link))
     usual = TIERS[name].section.latency_s if name in TIERS else _RAM_LATENCY_S
@@ -112,7 +112,7 @@ def pays(
 
 
 class TierDraft:
-    """The part of a plan that is one tier's: see :class:`kvtier.tiers.seam.Draft`."""
+    """One tier's part of a plan: see :class:`kvtier.tiers.seam.Draft`."""
 
     def __init__(self, plan: Plan, load: Load, tier: str) -> None:
         self._plan, self._load, self._tier = plan, load, tier

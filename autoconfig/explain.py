@@ -16,7 +16,7 @@ from kvtier.tiers.seam import NO_URL, Value
 
 
 def value_text(key: str, value: Value) -> str:
-    """``225485783040`` of ``ram_bytes`` -> ``210 GiB``. A URL is shown without its password."""
+    """Write a key's value: ``225485783040`` of ``ram_bytes`` as ``210 GiB``, a URL masked."""
     if isinstance(value, str):
         return str(masked(value))
     if key.endswith("bytes_per_second"):
@@ -27,8 +27,8 @@ def value_text(key: str, value: Value) -> str:
 
 
 def table(plan: Plan, used: Config | None = None, columns: int | None = None) -> str:
-    """Columns key, value, source and reason: facts, settings, then tiers left out. ``used``: the
-    configuration where an operator set some keys. None: the plan's."""
+    """Show a plan in columns: facts, settings, then tiers left out. ``used``: the configuration if
+    an operator set some keys, else None."""
     settings = plan.settings if used is None else list(_used(plan, used))
     parts = ["What was found", *_rows(plan.derived, columns)]
     parts += ["", "What is set, for one store: an engine replica's (all ranks here) or a server's"]
@@ -60,7 +60,7 @@ def _used(plan: Plan, used: Config) -> Iterator[Row]:
 
 
 def summary(plan: Plan, used: Config) -> str:
-    """One line: the plan that is used, wanted tiers that it left out and why, and shared memory."""
+    """Summarise the plan in use, wanted tiers that it left out and why, and shared memory."""
     sizes = ", ".join(
         f"{row.key} {value_text(row.key, row.value)}"
         + (f" ({row.reason})" if row.reason.startswith(_YOURS) else "")
@@ -75,7 +75,7 @@ def summary(plan: Plan, used: Config) -> str:
 
 
 def configuration_text(config: Config, chunk_tokens: int | None = None) -> str:
-    """Keys that differ from their defaults, in one line with sources. Passwords are masked.
+    """Write the keys that differ from their defaults in a line, with sources and masked passwords.
     ``chunk_tokens``: an engine's, which is told in any case."""
     told = settings_text(config) or "nothing set"
     if chunk_tokens is not None and f"chunk_tokens={chunk_tokens} " not in told:
@@ -85,7 +85,7 @@ def configuration_text(config: Config, chunk_tokens: int | None = None) -> str:
 
 
 def settings_text(config: Config) -> str:
-    """The keys that are set, each with its source. Sizes are as people write them."""
+    """Write the keys that are set, each with its source. Sizes are as people write them."""
     rows = [row for row in describe(config) if row.key in config.sources and row.value is not None]
     return ", ".join(f"{row.key}={_shown(row)} ({row.source})" for row in rows)
 

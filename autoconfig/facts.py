@@ -17,7 +17,7 @@ from kvtier.tiers.seam import TierFacts
 
 MIB, GIB = 1 << 20, 1 << 30
 UNLIMITED = 1 << 62
-"""The value of a limit that means "no limit" (RLIM_INFINITY)."""
+"""Value of a limit that means "no limit" (RLIM_INFINITY)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class Memory:
     available: Fact[int] = UNSEEN
     """Memory that the kernel could give without swapping (MemAvailable)."""
     cgroup_headroom: Fact[int] = UNSEEN
-    """The tightest limit less use, over all cgroups up to the top. UNLIMITED without a limit.
+    """Tightest limit less use, over all cgroups up to the top. UNLIMITED without a limit.
     Reclaimable file cache does not count as use."""
     cgroup_limit: Fact[int] = UNSEEN
-    """The tightest limit of all cgroups beyond which the kernel kills. UNLIMITED without one."""
+    """Tightest limit of all cgroups beyond which the kernel kills. UNLIMITED without one."""
     shm: Fact[int] = UNSEEN
     reserved: Fact[int] = UNSEEN
     """Free and unpromised huge pages of 2 MiB (vm.nr_hugepages), which are not in ``available``."""
     makes_huge: Fact[bool] = UNSEEN
-    """Does the kernel make huge pages of ordinary shared memory when it is asked to?"""
+    """Whether the kernel makes huge pages of ordinary shared memory when asked to."""
     memlock: Fact[int] = UNSEEN
     cpus: Fact[int] = UNSEEN
     pools: Fact[int] = UNSEEN
@@ -47,20 +47,20 @@ class Gpus:
     kind: Fact[str] = UNSEEN
     bytes_each: Fact[int] = UNSEEN
     pin_charged: Fact[bool] = UNSEEN
-    """Does the driver charge the host memory it pins to RLIMIT_MEMLOCK?"""
+    """Whether the driver charges the host memory that it pins to RLIMIT_MEMLOCK."""
     shared: Fact[str] = UNSEEN
-    """The machine's name, where the GPU has the host's memory and none of its own."""
+    """Name of a machine whose GPU has the host's memory and none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     name: Fact[str] = UNSEEN
     kv_bytes_per_token: Fact[int] = UNSEEN
-    """One copy of all layers (windowed ones too), before tensor parallelism replicates anything."""
+    """KV bytes of a token in all layers (windowed too), one copy before tensor parallelism."""
     kv_bytes_global: Fact[int] = UNSEEN
-    """The same with only the layers that see the whole context (sliding-window models)."""
+    """KV bytes of a token in layers that see the whole context (sliding-window models)."""
     kv_heads: Fact[int] = UNSEEN
-    """1 for MLA, because its latent cannot be split."""
+    """Number of KV heads, 1 for MLA, because its latent cannot be split."""
     weight_bytes: Fact[int] = UNSEEN
     active_parameters: Fact[int] = UNSEEN
     """Parameters that one token passes through (all except the idle experts)."""
@@ -71,22 +71,22 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The engine's own configuration, and the other engines on this host."""
+    """Configuration of an engine, and the other engines on this host."""
 
     tensor_parallel: Fact[int] = UNSEEN
     pipeline_parallel: Fact[int] = UNSEEN
     data_parallel: Fact[int] = UNSEEN
-    """Replicas on *this* host."""
+    """Number of replicas on *this* host."""
     hosts: Fact[int] = UNSEEN
-    """Hosts of the tensor and pipeline ranks of one replica, as many on each."""
+    """Number of hosts of a replica's tensor and pipeline ranks, as many on each."""
     engines: Fact[int] = UNSEEN
-    """Engines like this one that share the host."""
+    """Number of engines like this one that share the host."""
     block_tokens: Fact[int] = UNSEEN
     max_model_len: Fact[int] = UNSEEN
     kv_cache_tokens: Fact[int] = UNSEEN
     """Tokens in one replica's own KV cache: in GPU memory, or in host RAM on the CPU backend."""
     started: Fact[bool] = UNSEEN
-    """The weights are loaded. On the CPU backend available RAM is what is left beside them."""
+    """Whether the weights are loaded: on the CPU backend available RAM is then without them."""
 
 
 class CountedRequests(Protocol):
@@ -120,7 +120,7 @@ class Facts:
     model: Model = field(default_factory=Model)
     engine: Serving = field(default_factory=Serving)
     copy_speed: Fact[float] = UNSEEN
-    """From host memory to host memory, on one thread."""
+    """Pace of one thread from host memory to host memory."""
     trace: SizingTrace | None = None
-    """Requests that the tiers are sized for. None: they take what is free."""
+    """Requests that the tiers are sized for. Without any they take what is free."""
     tiers: Mapping[str, TierFacts] = field(default_factory=dict)

@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, HfConfig] = {
 
 
 def usual(why: str) -> Model:
-    """The model to plan for where none is known, for the reason ``why``."""
+    """Return the model to plan for if none is known, for the reason ``why``."""
     source = "usual for models of 8 billion parameters"
     return replace(
         Model(*[unknown(why)] * 8),
@@ -62,7 +62,7 @@ def usual(why: str) -> Model:
 
 
 class KVShape(NamedTuple):
-    """The shape of one token's KV, one copy. ``global_layers`` see the whole context."""
+    """Shape of one token's KV, one copy. ``global_layers`` see the whole context."""
 
     layers: int
     global_layers: int
@@ -79,7 +79,7 @@ class KVShape(NamedTuple):
 
 
 def text_config(config: HfConfig) -> HfConfig:
-    """The language model's part of a config, with the inherited dtype and the family's defaults."""
+    """Return a config's part for the language model, with inherited dtype and family's defaults."""
     inner: HfConfig = config
     for name in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(name), Mapping):
@@ -149,7 +149,7 @@ def _dtype(config: HfConfig) -> str:
 
 
 def kv_shape(config: HfConfig, kv_dtype: str = "auto") -> KVShape:
-    """Raises ConfigError when a needed key is missing, or when no layer keeps KV by token."""
+    """Read the KV's shape. ConfigError if a key is missing, or no layer keeps KV by token."""
     config = text_config(config)
     kinds = _layer_kinds(config)
     whole = sum("full" in kind or kind in ("attention", "global_attention") for kind in kinds)
@@ -167,8 +167,8 @@ def kv_shape(config: HfConfig, kv_dtype: str = "auto") -> KVShape:
 
 
 def parameters(config: HfConfig) -> tuple[int, int]:
-    """(all, active for one token), by the usual formula for decoders, without norms and biases
-    (less than 0.1 %). Raises ConfigError for models whose layers are not of one kind."""
+    """Count all parameters, and those active for one token, by the usual formula for decoders,
+    without norms and biases (less than 0.1 %). ConfigError if layers are not of one kind."""
     config = text_config(config)
     if not all("attention" in kind and "linear" not in kind for kind in _layer_kinds(config)):
         raise ConfigError(
@@ -213,7 +213,7 @@ def _weight_item_bytes(config: HfConfig) -> float:
 def describe(
     config: HfConfig, name: str, kv_dtype: str = "auto", weight_bytes: Fact[int] | None = None
 ) -> Model:
-    """Facts of a model for :mod:`.plan`. ``weight_bytes``: of the files, where they were found."""
+    """Describe a model for :mod:`.plan`. ``weight_bytes``: of the files, if they were found."""
     shape, text = kv_shape(config, kv_dtype), text_config(config)
     source = f"config.json, KV dtype {kv_dtype}"
     heads, head_dim = _heads(text)

@@ -32,7 +32,7 @@ from kvtier.tiers.registry import TIERS, planned
 LONG_CONTEXT_TOKENS = 32_768
 CHUNK_TOKENS = Config().engine.chunk_tokens
 _TYPICAL_KV_BYTES = 128 << 10
-"""KV bytes a token in models of about 8 billion parameters."""
+"""KV bytes of a token in models of about 8 billion parameters."""
 _ASSUMED_READ = {"nvme": 2.0e9, "ssd": 0.4e9, "virtual": 0.2e9, "ebs": 0.125e9, "rotational": 0.1e9}
 _KV_BYTES = "2 x KV heads x head dim x layers, or the MLA latent; windowed layers counted in full"
 _WARM_FACTOR = 3
@@ -43,7 +43,7 @@ _HALF = "; half of what is free: --trace says what more would bring"
 
 
 def make_plan(facts: Facts) -> Plan:
-    """Never raises for missing facts, and never sets a size of 0."""
+    """Plan. Never raises for missing facts, and never sets a size of 0."""
     draft = Plan()
     load = _load(facts, draft)
     ram_bytes = _plan_ram(facts, load, draft)
@@ -126,7 +126,7 @@ def _prefill(facts: Facts, ranks: int, draft: Plan) -> PrefillTime:
 
 
 def _link(facts: Facts, ranks: int, draft: Plan) -> float:
-    """Bytes a second between RAM and the engine's KV memory, for all ranks together."""
+    """Return the bytes a second between RAM and the engine's KV memory, for all ranks together."""
     if facts.gpus.count.value == 0:
         reason = "5 GB/s is slow for one thread's copy"
         return max(1.0, draft.take("copy_bytes_per_second", facts.copy_speed, 5e9, reason))
@@ -135,7 +135,7 @@ def _link(facts: Facts, ranks: int, draft: Plan) -> float:
 
 
 def _available(facts: Facts, draft: Plan) -> Fact[int]:
-    """RAM that the machine and the cgroup leave, minus what stores of tiers here may still take."""
+    """Return the RAM that machine and cgroup leave, less the growth to come of stores here."""
     memory = facts.memory
     free = least(memory.available, memory.cgroup_headroom)
     if free is None:
@@ -158,7 +158,8 @@ def _available(facts: Facts, draft: Plan) -> Fact[int]:
 
 
 def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
-    """RAM left to others as in LMI, but as a part of what the cgroup leaves, for every engine."""
+    """Return the RAM to leave to others: LMI's rule, for every engine, on what the cgroup
+    leaves."""
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
     fifth = available // 5
     if weights.value is None:
@@ -271,7 +272,7 @@ def _show_huge_pages(memory: Memory, share: int, stores: int, draft: Plan) -> No
 
 
 def _locked(facts: Facts, share: int, draft: Plan) -> tuple[int, str]:
-    """Cut ``share`` to RLIMIT_MEMLOCK where pinning for a GPU is, or may be, charged to it."""
+    """Cut ``share`` to RLIMIT_MEMLOCK if pinning for a GPU is, or may be, charged to it."""
     gpus, limit = facts.gpus, facts.memory.memlock
     if gpus.count.value == 0 or limit.value is None or limit.value >= UNLIMITED:
         return share, ""
@@ -288,7 +289,7 @@ def _locked(facts: Facts, share: int, draft: Plan) -> tuple[int, str]:
 
 
 def _show_chunk(facts: Facts, load: Load, draft: Plan) -> None:
-    """Engines that share chunks must agree on their size, so no plan sets it."""
+    """Show the chunk's size. Engines that share must agree on it, so no plan sets it."""
     block = facts.engine.block_tokens.value or 16
     tokens = -(-CHUNK_TOKENS // block) * block
     draft.show(
@@ -300,7 +301,7 @@ def _show_chunk(facts: Facts, load: Load, draft: Plan) -> None:
 
 
 class _Usable(NamedTuple):
-    """A folder that can be used. ``speed`` in bytes a second, from ``source``."""
+    """Folder that can be used. ``speed`` in bytes a second, from ``source``."""
 
     speed: float
     size: int
@@ -343,7 +344,7 @@ def _plan_disk(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 
 
 def _beside(usable: list[_Usable], draft: Plan) -> list[_Usable]:
-    """The best folder, and those on other local disks that make one tier faster with it."""
+    """Choose the best folder, and those on other local disks that make one tier faster with it."""
     best, *others = sorted(usable, key=_worth, reverse=True)
     chosen = [best]
     for other in others:
@@ -392,8 +393,8 @@ def _show_path(chosen: list[_Usable], path: str, load: Load, draft: Plan) -> Non
 
 
 def _worth(usable: _Usable) -> tuple[float, int]:
-    """Rank of a folder. Speeds are measured anew at each start, and a start in another folder would
-    be cold: one with chunks stays until another is clearly faster."""
+    """Rank a folder. Speeds are measured anew at each start, and a start in another folder would be
+    cold: one with chunks stays until another is clearly faster."""
     warm = _WARM_FACTOR if usable.disk.own.value else 1
     return usable.speed * warm, usable.size
 
@@ -401,8 +402,8 @@ def _worth(usable: _Usable) -> tuple[float, int]:
 def _recorded_disk(
     trace: SizingTrace | None, most: int, ram_bytes: int, load: Load
 ) -> tuple[int, str]:
-    """Bytes that the trace needs below a RAM tier, and why. What is in RAM is in NVMe too, so that
-    the larger of them decides what both hit."""
+    """Return the bytes that the trace needs below a RAM tier, and why. What is in RAM is in NVMe
+    too, so that the larger of them decides what both hit."""
     if trace is None:
         return most, ""
     kv = load.kv_bytes
@@ -417,13 +418,13 @@ def _recorded_disk(
 
 
 def _disk_reserve(disk: Disk) -> int:
-    """File systems and flash slow down when they are full, and others write logs there."""
+    """Return the room to keep free: full disks are slow, and others write logs there."""
     return max((disk.total.value or disk.free.value or 0) // 10, 2 * GIB)
 
 
 def _disk_verdict(disk: Disk, load: Load, *, gentle: bool) -> tuple[str, int, Fact[float]]:
-    """(why not, or "", bytes for one store, read speed). ``gentle``: at most half of what is free
-    is taken, or what an earlier run has taken."""
+    """Return why the disk is not used, or "", bytes for one store, and read speed. ``gentle``: at
+    most half of the free room is taken, or what an earlier run has taken."""
     kind, name = disk.device.value, disk.filesystem.value or "unknown"
     speed = or_assumed(
         disk.read_speed, _ASSUMED_READ.get(kind or "", 0.2e9), kind or "an unknown device"
@@ -481,7 +482,7 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
 
 
 def below_hicache(ranks: int, *, has_disk: bool) -> tuple[int | None, str]:
-    """RAM of a server that is the storage of SGLang's HiCache, and why. None: all that it gets."""
+    """Return the RAM of a server that is SGLang's HiCache's storage, or None for all, and why."""
     both, only = (
         "SGLang's own RAM (L2) holds the same pages",
         "--hicache-host-memory-mode buffer_only",
@@ -504,12 +505,12 @@ def _show_hicache(load: Load, ram_bytes: int, draft: Plan) -> None:
 
 _LESS = "--gpu-memory-utilization"
 _SHARED_PARTS = 8
-"""The tier takes at most this part (1/8) of the memory, unless one long context needs more."""
+"""Parts of the memory, of which the tier takes one at most, unless one long context needs more."""
 
 
 def _slots_for_loads(facts: Facts, load: Load) -> int:
-    """Bytes of RAM that loads need: a hit is promised when all of it is in RAM, and requests that
-    wait claim half of RAM at most."""
+    """Return the bytes of RAM that loads need: a hit is promised when all of it is in RAM, and
+    requests that wait claim half of RAM at most."""
     one = load.long_tokens * load.kv_bytes
     wanted = max(2 * one, load.longest * load.kv_bytes)
     total = facts.memory.total.value

@@ -43,11 +43,11 @@ _BLOCK_BYTES = 4 * MIB
 _COPY_BYTES = 64 * MIB
 _FILE_BLOCKS = 64
 _FREE_PARTS = 8
-"""A trial file takes at most this part (1/8) of the free space."""
+"""Parts of the free space, of which a trial file takes one at most."""
 
 
 def measure(facts: Facts, seconds: float = MEASURE_S) -> Facts:
-    """``facts`` with measured speeds. A failure is an unknown fact with its reason. A trial stops
+    """Measure the speeds in ``facts``. A failure is an unknown fact with its reason. A trial stops
     when its share of ``seconds`` is used up, but for the operation (4 MiB) that has begun."""
     copy = _copy_speed(seconds * 0.1)
     worth = [disk for disk in facts.disks if _can_time(disk)]
@@ -109,8 +109,8 @@ logger = logging.getLogger("kvtier")
 
 
 def probe_host(config: Config, model: Model, engine: Serving, *, server: bool = False) -> Facts:
-    """Facts for ``model`` and ``engine``, or a ``server``. Candidates for a disk tier are the usual
-    mounts where ``config`` names no folder."""
+    """Probe this host for ``model`` and ``engine``, or a ``server``. Candidates for a disk tier are
+    the usual mounts if ``config`` names no folder."""
     disks = probe_disks([str(folder) for folder in config.nvme.folders()])
     return Facts(
         probe_memory(),
@@ -130,8 +130,8 @@ def plan_for_engine(vllm_config: Any, config: Config) -> Plan:
 
 
 def settled(given: Config, plan: Plan) -> Config:
-    """``given`` with logged values of the plan for the keys that are not set. Raises ConfigError
-    where there is no room for a RAM tier."""
+    """Fill the plan's values, logged, into ``given`` for the keys that are not set. Raises
+    ConfigError if there is no room for a RAM tier."""
     values = plan.values()
     config = filled(given, values, PLANNED)
     for line in table(plan, config).splitlines():
@@ -148,7 +148,7 @@ def settled(given: Config, plan: Plan) -> Config:
 
 
 def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
-    """The plan's estimate of the engine's speed, without measuring. None for an unknown model's."""
+    """Return the plan's estimate of the engine's speed, unmeasured; None for an unknown model."""
     try:
         engine, model = probe_engine(vllm_config)
         facts = Facts(probe_memory(), probe_gpus(), model=model, engine=engine)
@@ -158,7 +158,7 @@ def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
 
 
 def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:
-    """Compute that hits save of the engine's model, or of a typical one where it is unknown."""
+    """Return the compute that hits save with the engine's model, or a typical one if unknown."""
     try:
         _, model = probe_engine(vllm_config)
     except (ConfigError, AttributeError, TypeError, ValueError):
@@ -170,9 +170,9 @@ def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:
 
 
 def sized(config: Config) -> Config:
-    """``config`` with auto-config's sizes for one server, which all ranks and engines that attach
-    share. Each size's reason is logged: a later plan would say something else. Takes at most 5 s.
-    Raises ConfigError as an engine does."""
+    """Fill in auto-config's sizes for one server, which all ranks and engines that attach share.
+    Each size's reason is logged: a later plan would say something else. Takes at most 5 s. Raises
+    ConfigError as an engine does."""
     if not config.engine.auto:
         return config
     one = known(1, "one server")

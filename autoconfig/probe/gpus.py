@@ -16,13 +16,13 @@ from kvtier.core.processes import chosen, environment, run
 
 
 def probe_gpus(root: Path = ROOT) -> Gpus:
-    """GPUs by nvidia-smi, else by the driver's files in /proc. AMD's are not measured."""
+    """Find GPUs by nvidia-smi, else by the driver's files in /proc. AMD's are not measured."""
     answer = _nvidia_smi() if root == ROOT else ""
     return read_gpus(answer, root)
 
 
 def read_gpus(answer: str, root: Path) -> Gpus:
-    """``answer``: nvidia-smi's lines with name and MiB. Empty where it gave none."""
+    """Read nvidia-smi's ``answer``: lines with name and MiB, empty if it gave none."""
     rows = [line.rsplit(",", 1) for line in answer.splitlines() if "," in line]
     names, sizes = [row[0].strip() for row in rows], [row[1].strip() for row in rows]
     source = "nvidia-smi"
@@ -49,7 +49,7 @@ def read_gpus(answer: str, root: Path) -> Gpus:
 
 
 def _shared(names: list[str], sizes: list[str], root: Path) -> Fact[str]:
-    """A GPU without memory of its own, by its name, nvidia-smi's silence, or the machine."""
+    """Find a GPU without memory of its own: by its name, nvidia-smi's silence, or the machine."""
     kinds = [kind for kind in map(gpu_kind, names) if kind is not None]
     if kinds and all(kind.shared for kind in kinds) and len(kinds) == len(names):
         return known(names[0], "its name")
@@ -75,13 +75,13 @@ def _nvidia_smi() -> str:
 _MOST_FILES, _MOST_BYTES = 64, 16 << 10
 
 _AMD_TARGETS = {110500: "AMD Strix Point", 110501: "AMD Strix Halo", 110502: "AMD Krackan Point"}
-"""By the KFD's number of the architecture (gfx1150 is 110500)."""
+"""APUs by the KFD's number of the architecture (gfx1150 is 110500)."""
 _AMD_DEVICES = {0x74A0: "AMD MI300A"}
-"""By PCI device, where another product has the same architecture."""
+"""APUs by PCI device, where another product has the same architecture."""
 
 
 def shared_memory(root: Path = ROOT) -> Fact[str]:
-    """The name of a machine whose GPU has no memory of its own. No program is started."""
+    """Name the machine if its GPU has no memory of its own. No program is started."""
     names = driver_names(root)
     if any(kind is not None and not kind.shared for kind in map(gpu_kind, names)):
         return unknown("the GPU has memory of its own")
@@ -97,7 +97,7 @@ def driver_names(root: Path) -> list[str]:
 
 
 def _tegra(root: Path) -> Fact[str] | None:
-    """A Jetson. Containers hide the device tree, but not the kernel's name of the chip."""
+    """Find a Jetson. Containers hide the device tree, but not the kernel's name of the chip."""
     tree, chip = root / "proc/device-tree", root / "sys/devices/soc0"
     if "nvidia,tegra" in _head(tree / "compatible"):
         return known(_head(tree / "model") or "NVIDIA Tegra", "/proc/device-tree")
@@ -107,7 +107,7 @@ def _tegra(root: Path) -> Fact[str] | None:
 
 
 def _amd(root: Path) -> Fact[str] | None:
-    """An APU, unless a GPU with memory of its own is beside it."""
+    """Find an APU, unless a GPU with memory of its own is beside it."""
     found = set()
     for file in _some(root / "sys/class/kfd/kfd/topology/nodes", "*/properties"):
         values = {name: int(value) for name, value in _PROPERTY.findall(_head(file))}
@@ -130,8 +130,8 @@ def _spark(root: Path) -> Fact[str] | None:
 
 
 def gpu_nodes(root: Path = ROOT) -> tuple[int, int]:
-    """All and free bytes of GPU memory that the kernel counts as RAM. The driver names each GPU's
-    NUMA node (``numa_status``). A node with CPUs is the host's."""
+    """Return all and free bytes of GPU memory that the kernel counts as RAM. The driver names each
+    GPU's NUMA node (``numa_status``). A node with CPUs is the host's."""
     nodes = set()
     for file in _some(root / "proc/driver/nvidia/gpus", "*/numa_status"):
         if node := re.search(r"^Node:\s+(\d{1,6})$", _head(file), re.MULTILINE):
@@ -156,7 +156,7 @@ def _some(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _head(path: Path) -> str:
-    """A small file's text, without the NUL that ends a device tree's. Empty: unreadable."""
+    """Read a small file, without the NUL that ends a device tree's. Empty if unreadable."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(_MOST_BYTES).decode(errors="replace").strip("\0\n ")
     return ""

@@ -72,7 +72,7 @@ def _makes_huge() -> bool:
 
 
 def _pool_bytes(root: Path) -> int:
-    """Pages of every pool that any process this user may inspect has open, each pool once."""
+    """Sum the memory of pools that processes this user may inspect have open, each pool once."""
     found = {}
     for link in (root / "proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
@@ -83,8 +83,8 @@ def _pool_bytes(root: Path) -> int:
 
 
 def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
-    """The tightest ``limit - use``, and the tightest limit that kills, over this process's cgroup
-    and all above it up to the mount's top, in either version of cgroups."""
+    """Find the tightest ``limit - use``, and the tightest limit that kills, over this process's
+    cgroup and all above it up to the mount's top, in either version of cgroups."""
     membership = text_of(root / "proc/self/cgroup")
     if not membership:
         unread: Fact[int] = unknown("/proc/self/cgroup cannot be read")
@@ -107,14 +107,14 @@ def memory_limits(root: Path) -> tuple[Fact[int], Fact[int]]:
 
 
 def _below(path: str, top: str) -> str:
-    """A cgroup's path below the mount, which in a container often starts at its own group."""
+    """Return a cgroup's path below the mount, which in a container often is at its own group."""
     inside = path.removeprefix(top) if top != "/" else path
     return "" if ".." in inside.split("/") else inside.strip("/")
 
 
 def _limits(mount: Path, inside: str, version2: bool) -> Iterable[tuple[int, int, bool, str]]:
-    """Each limit, what is left of it, whether the kernel kills beyond it (beyond ``memory.high`` it
-    only slows down), and where it stands."""
+    """Yield each limit, the room left, whether the kernel kills beyond it (beyond ``memory.high``
+    it only slows down), and its file and group."""
     group = mount / inside if (mount / inside).is_dir() else mount
     names = ("memory.max", "memory.high") if version2 else ("memory.limit_in_bytes",)
     usage = "memory.current" if version2 else "memory.usage_in_bytes"
@@ -126,7 +126,7 @@ def _limits(mount: Path, inside: str, version2: bool) -> Iterable[tuple[int, int
         for name in names:
             limit = text_of(level / name)
             if inherited := re.search(r"^hierarchical_memory_limit (\d+)$", stat, re.MULTILINE):
-                # of groups above the mount, which only version 1 tells
+                # the limit of groups above the mount, which only version 1 tells
                 limit = min(limit, inherited[1], key=int)
             if limit.isdigit() and int(limit) < 1 << 60:
                 where = f"/{level.relative_to(mount)}" if level != mount else "/"

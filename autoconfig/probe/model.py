@@ -18,7 +18,7 @@ from kvtier.core.processes import environment
 
 
 def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
-    """Reads attributes of the engine's configuration object, and imports nothing of vLLM."""
+    """Read attributes of the engine's configuration object, without importing vLLM."""
     parallel, cache, model = (
         vllm_config.parallel_config,
         vllm_config.cache_config,
@@ -56,8 +56,8 @@ def probe_engine(vllm_config: Any, engines: int = 1) -> tuple[Serving, Model]:
 
 
 def probe_model(place: str, kv_dtype: str = "auto") -> Model:
-    """A model folder, its ``config.json``, or a name in this host's hub cache. Raises ConfigError
-    for anything else, and where a needed key is missing."""
+    """Read a model folder, its ``config.json``, or a name in this host's hub cache. Raises
+    ConfigError for anything else, and if a needed key is missing."""
     path, source = Path(place), "given"
     if not path.exists():
         path = model_folder(place, environment())
@@ -78,7 +78,7 @@ def probe_model(place: str, kv_dtype: str = "auto") -> Model:
 
 
 def probe_weights(folder: Path) -> Fact[int]:
-    """Bytes of the weights: from the safetensors index, else the files, else the .bin files."""
+    """Count the weights' bytes: from the safetensors index, else the files, else the .bin files."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         return known(int(index["metadata"]["total_size"]), "model.safetensors.index.json")
@@ -101,8 +101,8 @@ def hub_cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def snapshot(name: str, env: Mapping[str, str], revision: str | None = None) -> Path | None:
-    """The cached folder of a hub name at ``revision`` (default: main, or the newest that is
-    cached). None without a ``config.json``, and for what is no hub name."""
+    """Find the cached folder of a hub name at ``revision`` (default: main, or the newest that is
+    cached). None without a ``config.json``, or if it is no hub name."""
     if not _NAME.fullmatch(name):
         return None
     place = _hub_folder(name, env)
