@@ -38,10 +38,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from kvtier.admin import forms, prometheus, status
-from kvtier.admin.places import MOST_REQUESTS, Places, Port, is_this_host, without_port
+from kvtier.admin.places import MOST_REQUESTS, Places, Port, without_port
 from kvtier.admin.purge import purge
 from kvtier.admin.status import EngineIndex, History
 from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.deadline import is_loopback
 from kvtier.core.errors import KVTierError
 from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
@@ -224,7 +225,7 @@ class Admin:
         named = request.headers.get("Host")
         if named is None:
             return
-        if self._port.local and not is_this_host(without_port(named)):
+        if self._port.local and not is_loopback(without_port(named)):
             do = f"ask at {self._port.url}"
             raise _RefusedError(421, f"Host: {named[:100]}", "localhost or a loopback address", do)
 

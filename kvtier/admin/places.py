@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import ssl
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from kvtier.core.deadline import is_loopback, listening
 from kvtier.core.errors import ConfigError
 from kvtier.server.listening.strangers import Turns, accepted, origin_of
 
@@ -176,7 +176,7 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
     Raises ConfigError when the port is taken, when the address is not loopback and there is no
     token, or when https is asked for without a certificate."""
     scheme, host, number = _parts(url)
-    local = is_this_host(host)
+    local = is_loopback(host)
     if not local and not token:
         raise ConfigError(
             f"admin={url} would let everybody on the network look in: set admin_token_file, or "
@@ -186,14 +186,12 @@ def bind(url: str, *, token: bool, tls: ssl.SSLContext | None) -> Port:
         raise ConfigError(
             f"admin={url} needs a certificate: set server_cert and server_key, or give http://"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        sock = socket.create_server((host, number), family=family, backlog=2 * PLACES)
+        sock = listening(host, number, 2 * PLACES)
     except OSError as error:
         raise ConfigError(
             f"admin={url}: cannot listen there: {error}; give another port, or admin=off"
         ) from error
-    sock.setblocking(False)
     shown = f"[{host}]" if ":" in host else host
     return Port(
         sock,
@@ -209,14 +207,6 @@ def without_port(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def is_this_host(name: str) -> bool:
-    """Whether it is localhost or a loopback address (``127.example.org`` is neither)."""
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _parts(url: str) -> tuple[str, str, int]:

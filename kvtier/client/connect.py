@@ -4,7 +4,6 @@ a bound in time and in bytes."""
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 import socket
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.core.deadline import Deadline, reach
+from kvtier.core.deadline import Deadline, is_loopback, reach
 from kvtier.core.errors import ConfigError, RefusedSize, TierError
 from kvtier.core.secret_files import peer_uid, read_secret
 from kvtier.protocol import wire
@@ -56,13 +55,8 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether TCP surely stays on this host. A name but ``localhost`` may mean any host."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        """Whether TCP surely stays on this host."""
+        return is_loopback(self.host)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -7,6 +7,7 @@ second could hold a thread for as long as it likes.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import select
 import socket
@@ -116,6 +117,22 @@ def _begin(place: _Place, trying: dict[int, socket.socket], poll: select.poll) -
         raise
     trying[sock.fileno()] = sock
     poll.register(sock, select.POLLOUT)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is localhost or a loopback address. Another name may mean any host."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listening(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a listening socket that does not block. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host, port), family=family, backlog=backlog)
+    sock.setblocking(False)
+    return sock
 
 
 def exchange(

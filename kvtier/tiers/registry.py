@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module, metadata
-from typing import Any, cast
+from typing import cast
 
 from kvtier.core.errors import ConfigError, KVTierError
 from kvtier.core.extras import require
@@ -153,17 +153,6 @@ TIERS, BROKEN = _found()
 def is_shared(place: str) -> bool:
     """Return whether other hosts reach the chunks of this place. A server's is on another host."""
     return place == REMOTE or (place in TIERS and TIERS[place].section.shared)
-
-
-def decided(sections: Mapping[str, TierSection]) -> dict[str, Any]:
-    """Return the values that this host decides for tiers' unset keys, by flat name."""
-    return {
-        flat: follows[name]
-        for tier, own in configured(sections)
-        if (follows := own.decided())
-        for flat, (name, _) in tier.section.keys().items()
-        if name in follows and getattr(own, name) is None
-    }
 
 
 def planned() -> list[RegisteredTier]:

@@ -21,6 +21,7 @@ import msgspec
 
 from kvtier.client.connect import Address
 from kvtier.config.values import parse_stream
+from kvtier.core.deadline import listening
 from kvtier.core.errors import ConfigError
 from kvtier.extensions import zmtp
 from kvtier.extensions.event_stream.announced import Announced
@@ -88,7 +89,9 @@ class Publisher(ServerExtension):
             if endpoint.startswith("ipc://"):
                 listener = listen_unix(Address(endpoint.removeprefix("ipc://"), "", 0))
             else:
-                listener = _listen_tcp(Address.parse(endpoint))
+                address = Address.parse(endpoint)
+                sock = listening(address.host, address.port, _MOST_CLIENTS)
+                listener = Listener(sock, address, None, False, sock.close)
         except (ConfigError, OSError) as error:
             raise ConfigError(
                 f"server_events: cannot listen at {endpoint}: {error}; give "
@@ -261,13 +264,6 @@ class _Door:
             logger.exception("a bug: a client of the event stream was sent away")
         finally:
             peer.close()
-
-
-def _listen_tcp(address: Address) -> Listener:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    sock = socket.create_server((address.host, address.port), family=family, backlog=_MOST_CLIENTS)
-    sock.setblocking(False)
-    return Listener(sock, address, None, False, sock.close)
 
 
 async def _stopped(task: asyncio.Task[None]) -> None:

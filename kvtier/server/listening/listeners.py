@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.client.connect import PLAIN, Address, refuse_plain
+from kvtier.core.deadline import listening
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
 from kvtier.core.secret_files import make_folder, refuse_shared_folder
@@ -167,14 +168,10 @@ def listen_tcp(
     if tls is None and not address.is_loopback:
         refuse_plain(address, "server_cert and server_key", unencrypted=unencrypted)
         logger.warning(PLAIN, address)
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        sock = socket.create_server(
-            (address.host, address.port), family=family, backlog=_BACKLOG_CONNECTIONS
-        )
+        sock = listening(address.host, address.port, _BACKLOG_CONNECTIONS)
     except OSError as error:
         raise ConfigError(f"cannot listen at {address}: {error}") from error
-    sock.setblocking(False)
     bound = Address("", address.host, sock.getsockname()[1])
     return Listener(sock, bound, tls, token, sock.close)
 

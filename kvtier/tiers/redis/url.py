@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import unquote
 
+from kvtier.core.deadline import is_loopback
 from kvtier.core.errors import ConfigError
 
 EXPECTED = (
@@ -87,7 +88,7 @@ class RedisUrl:
     @property
     def local(self) -> bool:
         """Whether Redis takes this host's memory."""
-        return bool(self.path) or any(_is_loopback(host) for host, _ in self.seeds)
+        return bool(self.path) or any(is_loopback(host) for host, _ in self.seeds)
 
     @property
     def masked(self) -> str:
@@ -269,7 +270,3 @@ def _database(text: str, options: dict[str, str]) -> int:
     if not re.fullmatch("[0-9]{1,5}", text):
         raise ConfigError(f"the database is not a number; {_ESCAPES}; expected {EXPECTED}")
     return int(text)
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
