@@ -8,7 +8,6 @@ afterwards.
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -34,8 +33,6 @@ from kvtier.started import Started
 from kvtier.testing.check_tier import content
 from kvtier.tiers.registry import RegisteredTier
 from kvtier.tiers.seam import TierSection
-
-logger = logging.getLogger("kvtier")
 
 SLOT_BYTES = 1 << 20
 CHUNKS = 3

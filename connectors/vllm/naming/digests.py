@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import stat
@@ -27,8 +26,6 @@ from pathlib import Path
 
 from kvtier.core.lanes import Lane
 from kvtier.core.processes import environment
-
-logger = logging.getLogger("kvtier.connectors.vllm")
 
 _THREADS = 8
 _READ_BYTES = 1 << 20
