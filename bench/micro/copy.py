@@ -34,7 +34,7 @@ from kvtier.gpu.staged import Cuts
 CHUNK_TOKENS = 256
 _MIB = 576
 """Of slots, and as many of blocks."""
-SHARES = {16: 0.45, 128: 0.70}
+SHARES = {128: 0.70, 16: 0.45}
 """Goals by block size: the share of memcpy's bandwidth."""
 Work = Callable[[], None]
 Clock = Callable[[], float]
@@ -63,11 +63,7 @@ class Geometry:
 
 GQA = [
     Geometry(f"28 layers x 2 heads x 128, bf16; blocks of {tokens}", 28, 1024, tokens)
-    for tokens in (128, 64, 16)
-]
-MLA = [
-    Geometry(f"MLA 27 layers x 576, bf16; blocks of {tokens}", 27, 1152, tokens)
-    for tokens in (128, 64, 16)
+    for tokens in SHARES
 ]
 
 
@@ -169,7 +165,7 @@ def measure_geometry(geometry: Geometry, rounds: int) -> list[Row]:
     seen = measure(bench, works, rounds)
     bench.close()
     to_slots, from_slots, save, load = seen.values()
-    share, name = SHARES.get(geometry.block_tokens), geometry.name
+    share, name = SHARES[geometry.block_tokens], geometry.name
     rows = [median_row(f"{name}: {what}", seen[what], "GB/s") for what in list(works)[:2]]
     rows.append(against(f"{name}: save (ratio to memcpy)", save, to_slots, share))
     rows.append(against(f"{name}: load (ratio to memcpy)", load, from_slots, share))
@@ -178,7 +174,7 @@ def measure_geometry(geometry: Geometry, rounds: int) -> list[Row]:
 
 def rows_of(given: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(1)
-    return [row for geometry in (*GQA, *MLA) for row in measure_geometry(geometry, given.rounds)]
+    return [row for geometry in GQA for row in measure_geometry(geometry, given.rounds)]
 
 
 if __name__ == "__main__":

@@ -149,12 +149,12 @@ def bandwidth(folder: Path, rounds: int, threads: int) -> list[Row]:
         raw_write, raw_read = ends.enter_context(raw_disk(folder / "raw", chunk_bytes, chunks))
         writes, reads = {"raw": Way(raw_write, best)}, {"raw": Way(raw_read, best)}
         for kind, buffers in kinds.items():
-            writes[kind], reads[kind] = _ways(one, keys, buffers)
-        writes[_HALVES], reads[_HALVES] = _ways(both, keys, default)
+            writes[kind], reads[kind] = ways_of(one, keys, buffers)
+        writes[_HALVES], reads[_HALVES] = ways_of(both, keys, default)
         for tier in (one, both):
             ends.callback(tier.close)
         seen = [
-            in_turns(ways, lambda way: _timed(way, chunks, threads), rounds)
+            in_turns(ways, lambda way: timed(way, chunks, threads), rounds)
             for ways in (writes, reads)
         ]
         return [
@@ -164,7 +164,7 @@ def bandwidth(folder: Path, rounds: int, threads: int) -> list[Row]:
         ]
 
 
-def _ways(tier: Tier, keys: Sequence[ChunkKey], buffers: Sequence[memoryview]) -> tuple[Way, Way]:
+def ways_of(tier: Tier, keys: Sequence[ChunkKey], buffers: Sequence[memoryview]) -> tuple[Way, Way]:
     """Writes and reads through a tier."""
 
     def write(chunk: int, buffer: memoryview) -> None:
@@ -180,7 +180,7 @@ def _ways(tier: Tier, keys: Sequence[ChunkKey], buffers: Sequence[memoryview]) -
     return Way(write, buffers, forget), Way(read, buffers)
 
 
-def _timed(way: Way, chunks: int, threads: int) -> Turn:
+def timed(way: Way, chunks: int, threads: int) -> Turn:
     way.before()
     used = _cpu_seconds()
     speed = gigabytes_per_second(way.work, chunks, way.buffers, threads)

@@ -4,20 +4,16 @@
 4,096 chunks over a tier of 32,768. *Under the lock* is what ``ram.policy: auto`` adds to ``lru``
 for a chunk that is asked for, saved and let go. *In the background* is all that the spare lane does
 for a chunk, sessions and shadows. ``--trace`` adds a row for recorded requests, with RAM of 2.5 %
-of their chunks and no other tier. All are CPU time, the least of some rounds. *The longest piece*
-is the CPU time between two pauses of the spare lane, in a prompt of 512k tokens after many short
-ones, without Python's garbage collector.
+of their chunks and no other tier. All are CPU time, the least of some rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 
 from kvtier.bench.flags import run_micro
@@ -36,7 +32,6 @@ from kvtier.store.observers.follower import Follower
 
 ROOM, BELOW = 4096, 32_768
 CHUNKS = 100_000
-FEW, LONG = 1000, 2048
 _PART = "2.5%"
 """RAM for a trace, of its different chunks."""
 _CHATS, _GOES_ON = 400, 0.55
@@ -70,41 +65,16 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
     return time.process_time() - begun
 
 
-def follower() -> Follower:
-    adaptive = Adaptive()
-    directory = Directory(ROOM, (BELOW,), adaptive, lower=(adaptive,))
-    rooms = {"ram": ROOM, "nvme": BELOW}
-    return Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=False)
-
-
 def followed(trace: Sequence[Request]) -> float:
-    one, begun = follower(), time.process_time()
+    adaptive, rooms = Adaptive(), {"ram": ROOM, "nvme": BELOW}
+    directory = Directory(ROOM, (BELOW,), adaptive, lower=(adaptive,))
+    one = Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=False)
+    begun = time.process_time()
     for request in trace:
         one.prompt(request.run, ANONYMOUS)
         while one.work(lambda: None):
             pass
     return time.process_time() - begun
-
-
-def longest_piece(trace: Sequence[Request]) -> float:
-    """CPU seconds, of the work for a prompt of 512k tokens that comes twice."""
-    one, draw = follower(), random.Random(2)
-    for request in trace[:FEW]:
-        one.prompt(request.run, ANONYMOUS)
-        while one.work(lambda: None):
-            pass
-    run = [ChunkKey(draw.randbytes(40)) for _ in range(LONG)]
-    pauses = [time.thread_time()]
-
-    def pause() -> None:
-        pauses.append(time.thread_time())
-
-    for _ in range(2):
-        one.prompt(run, ANONYMOUS)
-        while one.work(pause):
-            pause()
-        pause()
-    return max(after - before for before, after in pairwise(pauses))
 
 
 def least(rounds: int, *works: Callable[[], float]) -> list[float]:
@@ -153,16 +123,10 @@ def rows_of(given: argparse.Namespace) -> list[Row]:
         lambda: locked(trace, lambda room: Segments(room, SETTINGS[1])),
         lambda: followed(trace),
     )
-    gc.collect()
-    gc.disable()
-    (piece,) = least(given.rounds, lambda: longest_piece(trace))
-    gc.enable()
-    longest = "the longest piece of background work for a prompt of 512k tokens"
     rows = [
         _row("a chunk asked for, saved and let go under the lock, lru", lru, trace),
         _row("ram.policy auto adds to a chunk under the lock", kept - lru, trace, 1.0),
         _row("a chunk in the background: sessions and shadows", background, trace, 15.0),
-        Row(longest, 1e3 * piece, "ms", limit=0.3),
     ]
     if given.trace:
         found = unhinted(read(given.trace, partial=True).requests)

@@ -7,7 +7,7 @@ Starts a redis-server of its own without persistence. Each round measures, over 
 over a Unix socket, ``redis-benchmark`` SET and GET, and the tier's write and read of whole chunks
 from as many threads. Both use a key space of the same size, so that none lives in a CPU cache that
 the other does not have. A ratio is the median of the rounds' ratios to redis-benchmark, and a limit
-what the project asks for. The last row is the time of one ``find`` for a run of 128 chunks.
+what the project asks for.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ SHARES = {"write": ("SET", 0.75), "read": ("GET", 0.80)}
 CONNECTIONS, CHUNK_BYTES = 2, 7 << 20
 """Connections, each with a thread, and the size of what they carry."""
 _THREAD_CHUNKS = 12
-_FOUND_CHUNKS = 128
-_FINDS = 20
 
 
 def speed(tier: RedisTier, way: str, pool: Pool, keys: Sequence[Sequence[ChunkKey]]) -> float:
@@ -78,23 +76,9 @@ def rows_of(name: str, url: str, where: Sequence[str], rounds: int) -> list[Row]
         for way, (test, share) in SHARES.items():
             rows.append(median_row(f"{name}: redis-benchmark {test}", seen[test], "GB/s"))
             rows.append(against(f"{name}: {way}", seen[way], seen[test], share))
-        rows.append(find_row(name, tier))
     with redis.Redis.from_url(url) as client:
         client.flushall()
     return rows
-
-
-def find_row(name: str, tier: RedisTier) -> Row:
-    keys = ChunkLayout(bytes(32), 1, 1, (1,)).keys([7] * _FOUND_CHUNKS)
-    for key in keys:
-        tier.write(key, memoryview(b"x"))
-    times = []
-    for _ in range(_FINDS):
-        begun = time.perf_counter()
-        if tier.find(keys) != _FOUND_CHUNKS:
-            raise RuntimeError("the lookup found another number of chunks")
-        times.append((time.perf_counter() - begun) * 1e3)
-    return median_row(f"{name}: find {_FOUND_CHUNKS} chunks", times, "ms")
 
 
 def all_rows(given: argparse.Namespace) -> list[Row]:

@@ -2,82 +2,57 @@
 
     python -m kvtier.bench.micro.sealed --path /fast/disk/folder
 
-It needs room for two files of ``chunks * chunk_mib``, and removes them. A virtual disk's host
-copies once more, and writes a chunk faster that is still in the CPU's cache: sealed can seem to
-cost less there than it does.
+It needs room for two files of ``CHUNKS`` chunks, and removes them. A virtual disk's host copies
+once more, and writes a chunk faster that is still in the CPU's cache: sealed can seem to cost less
+there than it does.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from contextlib import closing
 
 from kvtier.bench.flags import run_micro
 from kvtier.bench.micro.nvme import (
     BUFFERS,
     CHUNK_BYTES,
     CHUNKS,
-    Work,
     disk_folder,
-    expect,
-    gigabytes_per_second,
     make_buffers,
     make_keys,
+    timed,
+    ways_of,
 )
 from kvtier.bench.report import Row, against, in_turns, median_row
-from kvtier.core.chunk import ChunkKey
-from kvtier.tiers.base import Tier
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sealed import KEY_BYTES, SealedTier, sealed_bytes
 
-_MIB = 1 << 20
-
-
-def write(tier: Tier, keys: Sequence[ChunkKey]) -> Work:
-    def work(chunk: int, buffer: memoryview) -> None:
-        tier.delete(keys[chunk])
-        expect(tier.write(keys[chunk], buffer))
-
-    return work
-
-
-def read(tier: Tier, keys: Sequence[ChunkKey]) -> Work:
-    return lambda chunk, buffer: expect(tier.read(keys[chunk], buffer) is True)
-
-
-def measure(folder: Path, rounds: int, threads: int) -> list[Row]:
-    """Rows of write and read, plain and sealed."""
-    chunk_bytes, chunks = CHUNK_BYTES, CHUNKS
-    keys, buffers = make_keys(chunks), make_buffers(BUFFERS, chunk_bytes)
-    stored = sealed_bytes(chunk_bytes)
-    plain = NvmeTier(folder / "plain", chunks * (chunk_bytes + 4096) + _MIB, chunk_bytes)
-    inner = NvmeTier(folder / "sealed", chunks * (stored + 4096) + _MIB, stored)
-    tiers = {
-        "NvmeTier": plain,
-        "sealed NvmeTier": SealedTier(inner, os.urandom(KEY_BYTES), chunk_bytes),
-    }
-
-    def speed(work: Work) -> float:
-        return gigabytes_per_second(work, chunks, buffers, threads)
-
-    rows = []
-    for verb in (write, read):
-        works = {name: verb(tier, keys) for name, tier in tiers.items()}
-        about = f"{verb.__name__}, {threads} thread{'s' * (threads > 1)}"
-        without, sealed = in_turns(works, speed, rounds).values()
-        rows.append(median_row(f"NvmeTier {about}", without, "GB/s"))
-        rows.append(against(f"sealed NvmeTier {about} (ratio to plain)", sealed, without, 1.0))
-    for tier in tiers.values():
-        tier.close()
-    return rows
+_MIB, _THREADS = 1 << 20, 2
 
 
 def rows_of(given: argparse.Namespace) -> list[Row]:
+    keys, buffers = make_keys(CHUNKS), make_buffers(BUFFERS, CHUNK_BYTES)
+    sizes = {"plain": CHUNK_BYTES, "sealed": sealed_bytes(CHUNK_BYTES)}
+    rows = []
     with disk_folder(given) as folder:
-        found = [measure(folder / str(threads), given.rounds, threads) for threads in (1, 2)]
-        return [*found[0], *found[1]]
+        plain, inner = (
+            NvmeTier(folder / name, CHUNKS * (size + 4096) + _MIB, size)
+            for name, size in sizes.items()
+        )
+        with closing(plain), closing(SealedTier(inner, os.urandom(KEY_BYTES), CHUNK_BYTES)) as seal:
+            both = [ways_of(tier, keys, buffers) for tier in (plain, seal)]
+            for verb, *ways in zip(("write", "read"), *both, strict=True):
+                seen = in_turns(
+                    dict(zip(sizes, ways, strict=True)),
+                    lambda way: timed(way, CHUNKS, _THREADS).speed,
+                    given.rounds,
+                )
+                about = f"NvmeTier {verb}, {_THREADS} threads"
+                rows.append(median_row(about, seen["plain"], "GB/s"))
+                told = f"sealed {about} (ratio to plain)"
+                rows.append(against(told, seen["sealed"], seen["plain"], 1.0))
+    return rows
 
 
 if __name__ == "__main__":
