@@ -63,8 +63,6 @@ class PieceMask:
     parent chunk, so pieces are recovered leaf-first like chunks.
     """
 
-    __slots__ = ("_first", "any_but_first")
-
     def __init__(self, name: str) -> None:
         digest = hashlib.sha256(_PIECE_DOMAIN + name.encode()).digest()
         self.any_but_first = digest + digest[:_LINK_BYTES]

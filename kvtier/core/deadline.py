@@ -33,8 +33,6 @@ _Place = tuple[int, int, tuple[Any, ...]]
 class Deadline:
     """A deadline ``seconds`` from now, for the thread that uses the socket."""
 
-    __slots__ = ("_seconds", "_until")
-
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.renew()

@@ -37,8 +37,6 @@ class Exclusive(Segments):
     """Order in which copies of what RAM keeps leave early, so that RAM and the tier together hold
     more different chunks. ``ram`` is the order of the RAM above it, which the same lock guards."""
 
-    __slots__ = ("_alone", "_may_be_alone", "_may_leave", "_ram", "_twice")
-
     def __init__(self, room: int, ram: Segments) -> None:
         super().__init__(room)
         self._ram = ram

@@ -39,8 +39,6 @@ class Kept:
     """Kept chunks of one place, used under the Store's lock. ``room``: of the place, in chunks.
     ``part``: of the place, or of its own quota (``share``), that one owner may keep."""
 
-    __slots__ = ("_now", "_of", "_part", "_room", "_share", "stays")
-
     def __init__(self, room: int, part: float = KEEP_PART, share: float | None = None) -> None:
         self._room, self._part, self._share = room, part, share
         self._now = 0.0

@@ -144,8 +144,6 @@ class Owned:
     can answer for one owner. That costs memory, so only places where owners have quotas use it. An
     owner's own order is LRU, because only all keys of a place together are enough to learn from."""
 
-    __slots__ = ("_all", "_once", "_parts", "_split", "_stays", "kept")
-
     def __init__(self, policy: Policy, split: bool, kept: Kept) -> None:
         self._all = policy
         self.kept = kept

@@ -45,19 +45,6 @@ _LONGEST_MEMORY = max(setting.memory for setting in SETTINGS)
 class Segments:
     """A :class:`kvtier.eviction.order.Policy` with two lists. It begins as LRU."""
 
-    __slots__ = (
-        "_again",
-        "_ghosts",
-        "_known_for",
-        "_left",
-        "_most",
-        "_once",
-        "_protected",
-        "evicts",
-        "room",
-        "setting",
-    )
-
     def __init__(self, room: int, setting: Setting = LRU_SETTING) -> None:
         self.room, self.setting = room, setting
         self._once: OrderedDict[ChunkKey, int] = OrderedDict()

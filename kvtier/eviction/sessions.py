@@ -48,8 +48,6 @@ class Sessions:
     """Bounded record of which session has which chunks. One thread at a time. ``most``: chunks,
     those seen last, whose session is remembered, at 170 bytes each."""
 
-    __slots__ = ("_forks", "_lasts", "_most", "_names", "_next", "_whose")
-
     def __init__(self, most: int) -> None:
         self._whose: OrderedDict[ChunkKey, int] = OrderedDict()
         self._lasts: OrderedDict[int, _Last] = OrderedDict()

@@ -26,8 +26,6 @@ _FADE_FACTOR = 0.9 ** (1 / 200)
 class Shadow(Segments):
     """Index of a place under one setting, which serves prompts as a Store would."""
 
-    __slots__ = ("hits", "saved", "score")
-
     def __init__(self, room: int, setting: Setting) -> None:
         super().__init__(room, setting)
         self.hits = self.saved = self.score = 0.0

@@ -26,8 +26,6 @@ class Average:
     long silence.
     """
 
-    __slots__ = ("at", "value")
-
     def __init__(self) -> None:
         self.value: float | None = None
         self.at = 0.0

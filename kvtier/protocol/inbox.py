@@ -18,8 +18,6 @@ class Inbox(Generic[T]):
     Read into :meth:`room`, call :meth:`filled`, then :meth:`next` until it returns None. Keeps at
     most one frame of ``limit`` bytes and 64 KiB. Not thread-safe."""
 
-    __slots__ = ("_buffer", "_decode", "_end", "_limit", "_size", "_start")
-
     def __init__(self, union: Any, limit: int = MAX_FRAME_BYTES) -> None:
         self.expect(union, limit)
         self._buffer = memoryview(bytearray(self._size))

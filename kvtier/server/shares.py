@@ -64,8 +64,6 @@ class Shares:
 class Share:
     """One engine's share. ``shares``: of all engines. ``within``: the share that contains it."""
 
-    __slots__ = ("_held", "_shares", "_slots", "_within")
-
     def __init__(
         self, slots: Callable[[], int], shares: set[Share], within: Share | None = None
     ) -> None:

@@ -35,8 +35,6 @@ class Observer:
     calls neither the Store nor its index.
     """
 
-    __slots__ = ()
-
     # ---- under the Store's lock: the index -------------------------------------------------------
 
     def came(self, place: int, key: ChunkKey) -> None:
@@ -95,21 +93,6 @@ class Observers:
 
     Guarded by the Store's lock. An event is told by ``for tell in observers.came: tell(...)``, and
     the calls without the lock read one of these tuples at a time."""
-
-    __slots__ = (
-        "all",
-        "came",
-        "finished",
-        "hint",
-        "left",
-        "loaded",
-        "missing",
-        "prompt",
-        "served",
-        "stored",
-        "took",
-        "used",
-    )
 
     def __init__(self, *observers: Observer) -> None:
         self._set(observers)

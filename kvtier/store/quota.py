@@ -26,8 +26,6 @@ class Quota:
         count: how many chunks an owner has there.
     """
 
-    __slots__ = ("_beyond", "_count", "_share", "part", "whole")
-
     def __init__(self, share: float | None, room: int, count: Callable[[int], int]) -> None:
         self._share, self._count = share, count
         self.whole = self._of(room)

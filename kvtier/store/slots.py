@@ -8,8 +8,6 @@ from collections.abc import Sequence
 class RamSlots:
     """Slots that no entry has, in three lists: free, leaving, given back."""
 
-    __slots__ = ("_count", "_given", "_leaving", "free", "limit")
-
     def __init__(self, count: int) -> None:
         self._count = count
         self.limit = count

@@ -17,17 +17,6 @@ class TierIndex:
     """Eviction order and capacity, in chunks, of one lower tier. ``share`` and ``keep``: see
     :class:`kvtier.store.directory.Directory`."""
 
-    __slots__ = (
-        "_observers",
-        "capacity",
-        "leaving",
-        "order",
-        "place",
-        "quota",
-        "shared",
-        "writing",
-    )
-
     def __init__(
         self,
         place: int,

@@ -52,8 +52,6 @@ class Room(NamedTuple):
 class Ages(Observer):
     """Last uses in a Directory with room for ``chunks`` chunks. Under the Store's lock."""
 
-    __slots__ = ("_floor", "_mask", "_turn", "_used")
-
     def __init__(self, chunks: int) -> None:
         part = min(_LEAST_PARTS, -(-chunks // _WHOLE_CHUNKS))
         self._mask = (1 << (part - 1).bit_length()) - 1

@@ -31,8 +31,6 @@ class UsesSince(Observer):
     """Record of up to ``most`` chunks that were used or saved after a hint came and before it was
     followed. Hints are followed in the order in which they came. Under the Store's lock."""
 
-    __slots__ = ("_came", "_followed", "_last_use", "_lost", "_most")
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._last_use: dict[ChunkKey, int] = {}

@@ -17,8 +17,6 @@ class Histogram:
     """Counts and sums of seconds by powers of two, cheap enough for work of microseconds. Not
     thread-safe: its owner guards it."""
 
-    __slots__ = ("_counts", "_sums")
-
     def __init__(self) -> None:
         self._counts = [0] * _ALL_PLACES
         self._sums = [0.0] * _ALL_PLACES
@@ -41,8 +39,6 @@ class Histogram:
 class Timings(Observer):
     """Histogram for each kind of work, from the start on. ``tiers``: names of the lower tiers."""
 
-    __slots__ = ("_all",)
-
     def __init__(self, tiers: Sequence[str]) -> None:
         each = [("lookup", ""), ("load_wait", ""), ("save", "")]
         each += [("load", place) for place in (RAM, *tiers)]
@@ -62,8 +58,6 @@ class Timings(Observer):
 class ComputeCounts(Observer):
     """Prefill asked for and spared, in tokens at a prompt's beginning that take as long. ``s0``:
     see :func:`kvtier.eviction.saved_compute.balance`."""
-
-    __slots__ = ("_asked", "_of", "_saved")
 
     def __init__(self, s0: float = DEFAULT_S0_TOKENS) -> None:
         self._of = SavedCompute(1, s0).of

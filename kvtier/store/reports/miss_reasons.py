@@ -46,8 +46,6 @@ class Marks:
     Surveys 1982): a digest has four places, and the oldest of the four is replaced. 61 bits of a
     digest are compared, so one is taken for another once in 10**17 queries. Not thread-safe."""
 
-    __slots__ = ("_sets", "_words")
-
     def __init__(self, places: int) -> None:
         self._sets = max(1, places // _WAYS)
         self._words = array("Q", [0]) * (self._sets * _WAYS)
@@ -92,8 +90,6 @@ class FirstChunks:
     what it says, only counters are. A server keeps none, because several tenants use it. At most a
     megabyte. One thread uses it."""
 
-    __slots__ = ("_saved",)
-
     def __init__(self) -> None:
         self._saved: OrderedDict[bytes, tuple[tuple[int, ...], ...]] = OrderedDict()
         """Digest of the tokens -> hashes of the extras under which they were saved."""
@@ -127,8 +123,6 @@ _LEAST_PLACES, _MOST_PLACES = 1 << 15, 1 << 20
 class Past(Observer):
     """Memory of departures: twice as many as its Directory has room, within 256 KiB and 8 MiB, by
     parts of keys, which say nothing without the tokens. The Directory's lock guards it."""
-
-    __slots__ = ("_directory", "_marks")
 
     def __init__(self, directory: Directory) -> None:
         room = directory.slots.limit + sum(tier.capacity for tier in directory.tiers)
