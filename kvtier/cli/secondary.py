@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvtier.config.keys import Config
+from kvtier.config.keys import CACHE_KEYS, Config
 from kvtier.core.terminal import size_text
 
 OFFLOADING = "OffloadingConnector"
 _TIER = "KVTierTier"
 _POOL = "cpu_bytes_to_use"
-_PASSED = (
-    *("server_timeout_ms", "server_token_file", "server_ca", "server_cert", "server_key"),
-    *("server_unencrypted", "load_timeout_ms", "namespace"),
-)
 
 
 def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
@@ -28,7 +24,7 @@ def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
 
 def passed(config: Config) -> dict[str, Any]:
     """Return the given keys that a cache over the server has too."""
-    return {key: config.value(key) for key in _PASSED if key in config.sources}
+    return {key: config.value(key) for key in CACHE_KEYS if key in config.sources}
 
 
 def said(transfer: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from kvtier.client.heard import (
 )
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import KVTierError, StateError, TierError
-from kvtier.core.lanes import Executor, Lane
+from kvtier.core.lanes import Lane
 from kvtier.core.lookup import (
     ANONYMOUS,
     NO_LOOKUP,
@@ -99,7 +99,7 @@ class Client(AtServer):
     starts without it. ``timeout_s``: longest time of an answer. ``lane``: for the background."""
 
     def __init__(
-        self, access: ServerAccess, timeout_s: float = 0.1, lane: Executor | None = None
+        self, access: ServerAccess, timeout_s: float = 0.1, lane: Lane | None = None
     ) -> None:
         self.counts: Counter[str] = Counter()
         """``unanswered`` questions and ``lost`` connections since the start."""
@@ -345,10 +345,9 @@ class Client(AtServer):
         kind: type[A],
         question: Callable[..., wire.Message],
         *fields: Any,
-        check: Callable[[A, Attachment], None] = lambda _, at: None,
         timeout_s: float = 0.0,
     ) -> A | None:
-        return whole(self._asking(kind, question, *fields, check=check, timeout_s=timeout_s))
+        return whole(self._asking(kind, question, *fields, timeout_s=timeout_s))
 
     def _asking(
         self,

@@ -314,6 +314,11 @@ REMOVED = {
 """Keys of earlier versions -> what does it now."""
 
 
+CACHE_KEYS = (
+    *("server_timeout_ms", "server_token_file", "server_ca", "server_cert", "server_key"),
+    *("server_unencrypted", "load_timeout_ms", "namespace"),
+)
+"""Keys that an engine's own cache over a server has too."""
 SIZES = ("bytes", "sizes")
 """Units of keys whose value is a number of bytes."""
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger("kvtier.lanes")
 
@@ -20,29 +20,7 @@ Work = Callable[[], None]
 R = TypeVar("R")
 
 
-class Executor(Protocol):
-    """The part of a lane that the Store needs. Tests run :class:`kvtier.testing.ManualLane`."""
-
-    threads: int
-    failures: int
-    """Number of jobs that raised, which is a bug in a tier. It is logged and never fatal."""
-
-    @property
-    def queued(self) -> tuple[int, int]:
-        """Numbers of jobs that wait now: urgent ones and others."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no job waits or runs."""
-
-    def submit(self, work: Work, *, urgent: bool = False) -> bool:
-        """Queue ``work``, urgent work first. False if there was no room: it will never run."""
-
-    def close(self, timeout_s: float) -> bool:
-        """Refuse new work, and finish the rest within ``timeout_s``. False if some was not done."""
-
-
-def future_of(lane: Executor, work: Callable[[], R], *, urgent: bool = False) -> Future[R] | None:
+def future_of(lane: Lane, work: Callable[[], R]) -> Future[R] | None:
     """Return the future result of ``work`` on the lane, or None if there was no room."""
     future: Future[R] = Future()
 
@@ -53,7 +31,7 @@ def future_of(lane: Executor, work: Callable[[], R], *, urgent: bool = False) ->
             except Exception as error:  # noqa: BLE001 - for who waits
                 future.set_exception(error)
 
-    return future if lane.submit(run, urgent=urgent) else None
+    return future if lane.submit(run) else None
 
 
 class Lane:
@@ -63,11 +41,12 @@ class Lane:
         self.name = name
         self.threads = threads
         self._bounds = {True: urgent_bound, False: bound}
-        self._queues: dict[bool, deque[Work]] = {True: deque(), False: deque()}
+        self.queues: dict[bool, deque[Work]] = {True: deque(), False: deque()}
         self._changed = threading.Condition()
-        self._closing = False
+        self.closed = False
         self._running = 0
         self.failures = 0
+        """Number of jobs that raised, which is a bug in a tier. It is logged and never fatal."""
         self._threads = [
             threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True)
             for i in range(threads)
@@ -77,35 +56,39 @@ class Lane:
 
     @property
     def queued(self) -> tuple[int, int]:
-        return len(self._queues[True]), len(self._queues[False])
+        """Numbers of jobs that wait now: urgent ones and others."""
+        return len(self.queues[True]), len(self.queues[False])
 
     @property
     def is_idle(self) -> bool:
+        """Whether no job waits or runs."""
         with self._changed:
             return self._done()
 
     def _done(self) -> bool:
         """Whether no job waits or runs, under the lock."""
-        return not self._running and not any(self._queues.values())
+        return not self._running and not any(self.queues.values())
 
     def submit(self, work: Work, *, urgent: bool = False) -> bool:
+        """Queue ``work``, urgent work first. False if there was no room: it will never run."""
         with self._changed:
-            queue = self._queues[urgent]
-            if self._closing or len(queue) >= self._bounds[urgent]:
+            queue = self.queues[urgent]
+            if self.closed or len(queue) >= self._bounds[urgent]:
                 return False
             queue.append(work)
             self._changed.notify()
             return True
 
     def close(self, timeout_s: float) -> bool:
+        """Refuse new work, and finish the rest within ``timeout_s``. False if some was not done."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._closing = True
+            self.closed = True
             self._changed.notify_all()
             while not self._done() and time.monotonic() < deadline:
                 self._changed.wait(max(0.0, deadline - time.monotonic()))
             clean = self._done()
-            for queue in self._queues.values():
+            for queue in self.queues.values():
                 queue.clear()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -122,14 +105,14 @@ class Lane:
                 del work  # an idle lane keeps nothing alive
                 with self._changed:
                     self._running -= 1
-                    if self._closing:
+                    if self.closed:
                         self._changed.notify_all()
 
     def _next(self) -> Work | None:
         with self._changed:
-            while not any(self._queues.values()):
-                if self._closing:
+            while not any(self.queues.values()):
+                if self.closed:
                     return None
                 self._changed.wait()
             self._running += 1
-            return self._queues[bool(self._queues[True])].popleft()
+            return self.queues[bool(self.queues[True])].popleft()

@@ -24,11 +24,6 @@ def balance(active_parameters: int, attention_flops: int) -> float:
     return active_parameters / attention_flops if attention_flops else float("inf")
 
 
-def weight(position: float, s0: float = DEFAULT_S0_TOKENS) -> float:
-    """Return the cost of a token at this position, as a multiple of a prompt's first token's."""
-    return 1.0 + position / s0
-
-
 class SavedCompute(NamedTuple):
     """Compute that hits spare a model. The unit is the prefill of one chunk at a prompt's
     beginning. Times ``chunk_tokens`` and the seconds of a token without attention it is time."""
@@ -39,6 +34,6 @@ class SavedCompute(NamedTuple):
 
     def of(self, chunks: int, first: int = 0) -> float:
         """Return what hits of ``chunks`` consecutive chunks from number ``first`` on save: the sum
-        of :func:`weight` at the middle of each."""
+        of a token's cost at the middle of each."""
         end = first + chunks
         return chunks + self.chunk_tokens * (end * end - first * first) / (2 * self.s0)

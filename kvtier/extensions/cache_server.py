@@ -22,11 +22,11 @@ from kvtier.api import Asker, LoadLease
 from kvtier.client.client import Client
 from kvtier.client.connect import ServerAccess
 from kvtier.client.remote_tier import RemoteTier
-from kvtier.config.keys import Config
+from kvtier.config.keys import CACHE_KEYS, Config
 from kvtier.config.load import load
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError
-from kvtier.core.lanes import Executor, future_of
+from kvtier.core.lanes import Lane, future_of
 from kvtier.server.listening.strangers import LogLimit
 from kvtier.started import Started
 
@@ -40,17 +40,7 @@ Fill = Callable[[int, memoryview], bool]
 Take = Callable[[int, memoryview], bool]
 """Read chunk ``i`` of the run from this slot. Returns False if it is unusable."""
 
-KEYS = (
-    "server",
-    "server_timeout_ms",
-    "server_token_file",
-    "server_ca",
-    "server_cert",
-    "server_key",
-    "server_unencrypted",
-    "load_timeout_ms",
-    "namespace",
-)
+KEYS = ("server", *CACHE_KEYS)
 """Keys of kvtier's configuration that may stand in the engine's own cache configuration."""
 _POLL_S = 0.005
 _ASKING_S = 0.05
@@ -102,7 +92,7 @@ def safely(counts: Counter[str], work: Callable[[], R], otherwise: R) -> R:
 
 
 def within(
-    lane: Executor, counts: Counter[str], work: Callable[[], R], otherwise: R, wait_s: float
+    lane: Lane, counts: Counter[str], work: Callable[[], R], otherwise: R, wait_s: float
 ) -> R:
     """Result of ``work`` on the lane, or ``otherwise`` where it fails, has no room or is late."""
     answer = future_of(lane, lambda: safely(counts, work, otherwise))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvtier.core.chunk import PAGE_BYTES
-from kvtier.core.lanes import Executor, Lane
+from kvtier.core.lanes import Lane
 from kvtier.gpu.slots import slot_tensor
 
 logger = logging.getLogger("kvtier.gpu")
@@ -149,7 +149,7 @@ class Pinning:
         device: torch.device | None,
         *,
         runtime: Any = None,
-        lane: Executor | None = None,
+        lane: Lane | None = None,
         piece_bytes: int = _PIECE_BYTES,
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
         rest: Callable[[float], object] = time.sleep,

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 
-from kvtier.core.lanes import Executor, Work
+from kvtier.core.lanes import Lane, Work
 from kvtier.core.lookup import RAM
 from kvtier.core.pool import Pool
 from kvtier.core.steps import PIECE_CHUNKS, Steps
@@ -25,7 +25,7 @@ class SpareLane:
     """Lane without a tier that makes the pool's pages present, and then does what is not urgent.
     ``lane``: None where there is none, so nothing of this is done. Any thread may call."""
 
-    def __init__(self, directory: Directory, pool: Pool, lane: Executor | None) -> None:
+    def __init__(self, directory: Directory, pool: Pool, lane: Lane | None) -> None:
         self._directory, self._pool, self._lane = directory, pool, lane
         self.touched: Future[None] = Future()
         self.on_touched: Callable[[], object] = lambda: None
@@ -35,7 +35,7 @@ class SpareLane:
         if self._lane is not None:
             self._lane.submit(partial(self._populate, 0))
 
-    def lend(self, lane: Executor | None) -> None:
+    def lend(self, lane: Lane | None) -> None:
         """Set the lane of a Store made without one. Pages are made when the slots get room."""
         self._lane = lane
         self.touched.set_result(None)
@@ -121,7 +121,7 @@ class Sharing:
             rooms = [(lower.tier.name, lower.room(self._ages)) for lower in self._lower]
             return {RAM: ram, **{name: room for name, room in rooms if room is not None}}
 
-    def lend(self, spare: Executor | None = None) -> None:
+    def lend(self, spare: Lane | None = None) -> None:
         """Begin with no room but for what was found in the tiers: other Stores have the rest.
         Called before the Store is used. ``spare``: its lane, where it has none yet."""
         with self._lock:

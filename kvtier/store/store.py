@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
-from kvtier.core.lanes import Executor
+from kvtier.core.lanes import Lane
 from kvtier.core.lookup import (
     ANONYMOUS,
     NO_LOOKUP,
@@ -108,10 +108,10 @@ class Store:
     def __init__(
         self,
         pool: Pool,
-        tiers: Sequence[TierSpec | tuple[Tier, Executor]] = (),
+        tiers: Sequence[TierSpec | tuple[Tier, Lane]] = (),
         orders: Orders = ALL_LRU,
         share: float | None = None,
-        spare: Executor | None = None,
+        spare: Lane | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
@@ -471,7 +471,7 @@ class Store:
             return [self._directory.ready_run(keys), *lower]
 
     @property
-    def lanes(self) -> Sequence[Executor]:
+    def lanes(self) -> Sequence[Lane]:
         return [lower.lane for lower in self.lower]
 
     def wait(self, timeout_s: float) -> None:

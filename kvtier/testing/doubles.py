@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lanes import Work
+from kvtier.core.lanes import Lane
 from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.base import Tier
 
@@ -62,40 +62,24 @@ class DictTier(Tier):
                     self.held[key] = self.held.pop(key)
 
 
-class ManualLane:
-    """Lane as :class:`kvtier.core.lanes.Lane`, which runs nothing by itself. Single-threaded."""
-
-    threads = 1
-    failures = 0
+class ManualLane(Lane):
+    """Lane that has no thread and runs nothing by itself. Single-threaded."""
 
     def __init__(self, *, urgent_bound: int = 1024, bound: int = 1024) -> None:
-        self._bounds = {True: urgent_bound, False: bound}
-        self.queues: dict[bool, list[Work]] = {True: [], False: []}
-        self.closed = False
-
-    @property
-    def queued(self) -> tuple[int, int]:
-        return len(self.queues[True]), len(self.queues[False])
-
-    @property
-    def is_idle(self) -> bool:
-        return not len(self)
+        super().__init__("manual", 0, urgent_bound=urgent_bound, bound=bound)
+        self.threads = 1
 
     def __len__(self) -> int:
         return sum(self.queued)
-
-    def submit(self, work: Work, *, urgent: bool = False) -> bool:
-        if self.closed or len(self.queues[urgent]) >= self._bounds[urgent]:
-            return False
-        self.queues[urgent].append(work)
-        return True
 
     def turn(self, index: int = 0) -> None:
         urgent = self.queues[True]
         queue, place = (
             (urgent, index) if index < len(urgent) else (self.queues[False], index - len(urgent))
         )
-        queue.pop(place)()
+        work = queue[place]
+        del queue[place]
+        work()
 
     def run(self) -> None:
         while len(self):
@@ -103,5 +87,4 @@ class ManualLane:
 
     def close(self, timeout_s: float) -> bool:
         self.run()
-        self.closed = True
-        return True
+        return super().close(timeout_s)

@@ -313,7 +313,7 @@ class Simulation:
         for tier in self.nvme:
             tier._files._index = tier._files._payload = tier._files._null = -1
         for lane in self.lanes:
-            for queue in lane._queues.values():
+            for queue in lane.queues.values():
                 queue.clear()
         self.disk.handles.clear()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.connectors.vllm.extension import Extension
-from kvtier.core.lanes import Executor, Lane
+from kvtier.core.lanes import Lane
 from kvtier.load_policy.latency import Pace
 from kvtier.load_policy.prefill import Certainty, Prefill, PrefillTime
 from kvtier.tiers.nvme.folder import read_learnt, write_learnt
@@ -39,7 +39,7 @@ class Learning(Extension):
         engine: str,
         paces: Mapping[str, Pace],
         clock: Callable[[], float],
-        lane: Executor | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self._folder, self._engine, self._paces, self._clock = folder, engine, paces, clock
         self._lane = Lane("learnt", 1, urgent_bound=1, bound=1) if lane is None else lane

@@ -22,7 +22,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lanes import Executor, Lane
+from kvtier.core.lanes import Lane
 from kvtier.extensions.cache_server import CacheServer, safely, within
 from kvtier.extensions.lmcache_remote import packing
 from kvtier.extensions.lmcache_remote.packing import Head
@@ -223,7 +223,7 @@ class KVTierRemote(RemoteConnector):
 
     async def _on(
         self,
-        lane: Executor,
+        lane: Lane,
         work: Callable[[], R],
         otherwise: R,
         *,

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lanes import Executor, Work
+from kvtier.core.lanes import Lane, Work
 from kvtier.core.lookup import Asking
 from kvtier.core.pool import Pool
 from kvtier.core.steps import PIECE_CHUNKS, Steps
@@ -41,7 +41,7 @@ _DOUBTING_OWNERS = 64
 
 class TierSpec(NamedTuple):
     tier: Tier
-    lane: Executor
+    lane: Lane
     budget: WriteBudget | None = None
     """Limit of writes; None for no limit."""
     on_evict: bool = False

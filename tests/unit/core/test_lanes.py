@@ -86,8 +86,8 @@ def test_threads_run_side_by_side():
 
 
 def test_a_future_has_what_its_work_returned_or_raised_and_a_full_lane_gives_none():
-    lane, gate = held_lane()
-    good, bad = future_of(lane, lambda: 7, urgent=True), future_of(lane, _fail)
+    lane, gate = held_lane(bound=3)
+    good, bad = future_of(lane, lambda: 7), future_of(lane, _fail)
     unwanted = future_of(lane, _fail)
     assert good and bad and unwanted and unwanted.cancel()
     assert future_of(lane, lambda: 7) is None

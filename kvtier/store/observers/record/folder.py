@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.core.errors import ConfigError
-from kvtier.core.lanes import Executor
+from kvtier.core.lanes import Lane
 from kvtier.store.observers.record.recorder import SALT_BYTES, Batch, Recorder
 from kvtier.tiers.own_folder import OwnFolder
 
@@ -204,7 +204,7 @@ class RecordWriter:
             self._file = -1
 
 
-def write_on_lane(recorder: Recorder, writer: RecordWriter, lane: Executor) -> None:
+def write_on_lane(recorder: Recorder, writer: RecordWriter, lane: Lane) -> None:
     """Write on ``lane``, which has one thread and is this recorder's alone."""
 
     def close(timeout_s: float) -> bool:
