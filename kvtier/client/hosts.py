@@ -180,7 +180,7 @@ class Hosts(AtServer):
             store.invalidate_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait on each host for its part of the time, see KVStore.wait."""
+        """See KVStore.wait. Each host gets its part of the time."""
         for store in self._stores:
             store.wait(timeout_s / len(self._stores))
 
@@ -189,11 +189,11 @@ class Hosts(AtServer):
             store.check(idle)
 
     def stats(self) -> dict[str, int]:
-        """Count as KVStore.stats does. A chunk counts once on each host."""
+        """See KVStore.stats. A chunk counts once on each host."""
         return dict(sum((Counter(store.stats()) for store in self._stores), Counter[str]()))
 
     def watch(self) -> Heard:
-        """Watch the first host's chunks: a chunk that another one lost is a miss later."""
+        """See KVStore.watch. Of the first host: a chunk that another one lost is a miss later."""
         return self._stores[0].watch()
 
     def close(self, timeout_s: float = 5.0) -> bool:
