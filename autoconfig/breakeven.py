@@ -70,8 +70,7 @@ _SPEC_SHEETS = {
 }
 """Spec sheets' 10^12 operations a second, GB/s of the host link, GiB of memory."""
 _SHARED = {"GB10", "THOR", "ORIN", "STRIX-HALO", "MI300A"}
-"""GPUs with the host's memory. Their link is a quarter of its rate: a copy in it reads and
-writes."""
+"""GPUs with the host's memory. Their link has a quarter of its rate: a copy reads and writes."""
 GPU_KINDS = {
     name: GpuKind(tera * 1e12, giga * 1e9, gib << 30, name in _SHARED)
     for name, (tera, giga, gib) in _SPEC_SHEETS.items()

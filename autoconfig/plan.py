@@ -158,8 +158,7 @@ def _available(facts: Facts, draft: Plan) -> Fact[int]:
 
 
 def _reserve(facts: Facts, available: int, load: Load, draft: Plan) -> int:
-    """Return the RAM to leave to others: LMI's rule, for every engine, on what the cgroup
-    leaves."""
+    """Return the RAM to leave to others: LMI's rule, for each engine, on what cgroups leave."""
     weights, cpu = facts.model.weight_bytes, facts.gpus.count.value == 0
     fifth = available // 5
     if weights.value is None:

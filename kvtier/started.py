@@ -122,7 +122,7 @@ class Started:
         return ServerAccess(address, own, self.token, tls, keys.unencrypted)
 
     def for_slots(self, slot_bytes: int) -> Started:
-        """Return what the Store of one chunk size of a server is made of."""
+        """Return this, for the Store of one chunk size of a server."""
         other = copy(self._sized)
         other.tiers = [(tier, own.for_slots(slot_bytes)) for tier, own in other.tiers]
         return other

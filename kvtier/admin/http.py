@@ -144,8 +144,8 @@ class Admin:
         self._history = history
         self._seen = admin_proof.Seen()
         self._start = secrets.token_hex(16)
-        """Word of this start. A request that was signed for another start or server is refused.
-        Changes when the clock is set, because older requests would be valid again."""
+        """Random word of this start. A request that was signed for another start or server is
+        refused. Changes when the clock is set, because older requests would be valid again."""
         self._clock_s = time.time() - time.monotonic()
         self._port = port
         self._token = token

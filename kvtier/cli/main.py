@@ -167,7 +167,7 @@ def _complete(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def _require_addresses() -> None:
-    """Raise ConfigError if an address space is limited so that numpy would hang or fail."""
+    """Raise ConfigError if so few addresses are allowed that numpy would hang or fail."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= limit < _LEAST_ADDRESS_BYTES:
         raise ConfigError(f"RLIMIT_AS is {size_text(limit)}: {_ADDRESSES}")

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def effective(started: Started, key: str) -> Any:
-    """Return the value for an engine started here; None without one, or if it gets it elsewhere."""
+    """Return the value for an engine started here; None if it has none or gets it elsewhere."""
     value = masked(started.config.value(key))
     if value is not None or _elsewhere(started.config, key):
         return value

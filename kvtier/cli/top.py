@@ -41,7 +41,7 @@ _FAULTS = ("refused", "failed", "corrupt")
 class Look(NamedTuple):
     stats: status.Stats
     tenants: Sequence[str] | None
-    """Names of tenants, or None without the token, for which they are told."""
+    """Names of tenants, or None without the token."""
     past: Sequence[status.Moment] = ()
 
 

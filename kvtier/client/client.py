@@ -385,7 +385,7 @@ class Client(AtServer):
             return None
 
     def _caught_up(self, attachment: Attachment) -> bool:
-        """Read the overdue answer if it has come. Its lease is given back: nothing waits for it."""
+        """Read the overdue answer; False if it has not come. Its lease is given back, unused."""
         answer = attachment.take(0.0)
         if answer is not None:
             check_number(answer, attachment.awaited.id)

@@ -361,7 +361,7 @@ def file_lines(rows: Iterable[tuple[str, object, str]]) -> list[str]:
 
 
 def places(config: Config) -> list[str]:
-    """List the places where an engine itself keeps chunks, fastest first. None with a server."""
+    """List an engine's own places for chunks, fastest first. Empty if a server has them."""
     if config.server.here:
         return []
     lower = [(own.latency_s, tier.name) for tier, own in configured(config.tiers)]

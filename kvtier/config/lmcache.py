@@ -263,7 +263,7 @@ _MAPPED: dict[str, Callable[[str, object, int], _Mapped]] = {
 _ALWAYS_ON = frozenset({"local_cpu", "extra_config.use_odirect"})
 
 _ONLY = {"local_device": "cpu", "remote_serde": "naive", "cache_policy": "lru"}
-"""Only value of a key of LMCache's that kvtier serves."""
+"""Keys of LMCache's -> the only value that kvtier serves."""
 
 _NOT_NEEDED = frozenset(
     {

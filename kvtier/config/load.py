@@ -98,7 +98,7 @@ def filled(config: Config, plan: Mapping[str, Any], source: str) -> Config:
 
 
 def replaces_lmcache(env: Mapping[str, str] | None = None) -> bool:
-    """Whether kvtier takes the place of LMCache's connector. Raises ConfigError for no flag."""
+    """Whether kvtier takes the place of LMCache's connector. Raises ConfigError for a bad flag."""
     given = (environment() if env is None else env).get(REPLACE_LMCACHE) or "false"
     try:
         return values.parse_flag(given)

@@ -146,7 +146,7 @@ class SizeClassStatus(msgspec.Struct, frozen=True):
     """Chunks tried with each setting. ``policy_hits`` counts how many each would have hit."""
     policy_hits: dict[str, int]
     policy_saved: dict[str, int]
-    """Compute that those hits would save, in chunks at a prompt's beginning. The most decides."""
+    """Compute that those hits save, in chunks at a prompt's start. The setting with most rules."""
     audited: int
     """Loaded chunks that were compared with their copy in a lower tier."""
     timings: list[TimingStatus]

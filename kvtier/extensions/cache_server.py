@@ -94,7 +94,7 @@ def safely(counts: Counter[str], work: Callable[[], R], otherwise: R) -> R:
 def within(
     lane: Lane, counts: Counter[str], work: Callable[[], R], otherwise: R, wait_s: float
 ) -> R:
-    """Result of ``work`` on the lane, or ``otherwise`` where it fails, has no room or is late."""
+    """Return the result of ``work`` on the lane, or ``otherwise`` if it fails or takes too long."""
     answer = future_of(lane, lambda: safely(counts, work, otherwise))
     if answer is None:
         return otherwise
@@ -140,7 +140,7 @@ class Attached:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pool is mapped. A chunk size's first client waits for the server's room."""
+        """Whether the pool is mapped. The first client of a chunk size waits for room."""
         return self._client.pool is not None
 
     def find(self, keys: Sequence[ChunkKey]) -> int:

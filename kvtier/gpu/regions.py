@@ -129,7 +129,7 @@ def _stacked(group: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widest_word(groups: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the widest integer type of which all rows are: kernels move one element a thread."""
+    """Return the widest integer type that divides all rows: kernels move one element a thread."""
     for word, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if all(
             not number % size

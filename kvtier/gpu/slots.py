@@ -33,7 +33,7 @@ class Copy:
         self._parts = [part for part, _, _ in jobs]
 
     def done(self) -> bool:
-        """Whether it is done. Never waits. For its own thread. Raises RuntimeError on a fault."""
+        """Whether it is done. Never waits. For the thread that copies. RuntimeError on a fault."""
         return True
 
     def wait(self) -> None:

@@ -54,7 +54,7 @@ class Inbox(Generic[T]):
         self._end += count
 
     def next(self) -> T | None:
-        """Return the next message, or None if bytes are missing. After a WireError: unusable."""
+        """Return the next message, or None if bytes are missing. Unusable after a WireError."""
         need = self._needed()
         if self._end - self._start < need:
             return None

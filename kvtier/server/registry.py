@@ -106,7 +106,7 @@ class SizeClass:
     # ---- promotions that end ---------------------------------------------------------------------
 
     def _arrived(self) -> None:
-        """Notify subscribers, on a lane thread. One that comes meanwhile has yet to check first."""
+        """Notify subscribers, on a lane thread. A subscriber added meanwhile checks by itself."""
         self.arrivals += 1
         if self.subscribers:
             self._call_soon(self._notify)
@@ -298,7 +298,7 @@ class SizeClasses:
         self.on_lane(self._balance).add_done_callback(self._settled)
 
     def _settled(self, turn: Future[None]) -> None:
-        """End a turn, on the lane, or on the caller's thread if it is over already."""
+        """End :meth:`settle`. On the lane, or on the caller's thread if the work was over."""
         self._settling = False
         if isinstance(turn.exception(), Exception) and not isinstance(turn.exception(), TierError):
             logger.error(
@@ -390,7 +390,7 @@ class SizeClasses:
         self._grant(rooms)
 
     def _rooms(self) -> dict[int, dict[str, Room]]:
-        """Return each size's room by place. Each call is a turn, in which chunks' ages count."""
+        """Return each size's room by place. Each call begins a turn, the unit of chunks' ages."""
         self._turn = self._turn + 1 if len(self._sharing) > 1 else 0
         rooms = {
             size: size_class.store.sharing.rooms(self._turn)
@@ -401,7 +401,7 @@ class SizeClasses:
         return rooms
 
     def _count(self, rooms: Mapping[str, Room]) -> None:
-        """Raise each place's total to this room's most: a tier that was away tells it late."""
+        """Raise places' totals to what these rooms may have: a tier that was away tells it late."""
         for place, own in rooms.items():
             self._places[place] = max(self._places[place], own.fixed + own.unit * own.most)
 

@@ -129,8 +129,7 @@ class Announced:
         return chunk
 
     def _stored(self, chunk: _Chunk, key: ChunkKey, place: int, event: BlockStored) -> None:
-        """Publish a chunk by its first hashes: engines without one PYTHONHASHSEED differ in
-        them."""
+        """Publish a chunk by the hashes announced first: PYTHONHASHSEED may differ by engine."""
         chunk.places |= 1 << place
         self._publish(
             msgspec.structs.replace(

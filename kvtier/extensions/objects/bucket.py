@@ -100,7 +100,7 @@ _MULTIPART_BYTES = 64 << 20
 """Size from which a chunk is written by several requests at once. Below, three more requests, each
 of which costs money, would save too little: several chunks are on their way anyway."""
 _PART_STEPS = 3
-"""Steps of such a write: beginning, parts and end. Each may take as long as a request."""
+"""Steps of a write in parts: beginning, parts and end. Each may take as long as a request."""
 _NOBODYS = bytes(8)
 """Namespace of trial objects. Chunks have their engine's."""
 
@@ -218,7 +218,7 @@ class Bucket:
         return len(names)
 
     def listed(self, folder: str) -> Iterator[tuple[str, int, datetime]]:
-        """Yield name, bytes and last write of objects, unordered. Holds a seat until the end."""
+        """Yield name, bytes and last write of objects, unordered. Occupies a call until the end."""
         with self._library.seat() as (ask, _):
             page = ask("first_page", folder)
             while page is not None:

@@ -31,7 +31,7 @@ _NAME_LETTERS = 1024
 
 
 class BucketCalls:
-    """Requests. An object's bytes lie in its seat's part (``room`` bytes) of ``memory``."""
+    """Requests by *seat*. Objects' bytes lie in the seat's part (``room`` bytes) of ``memory``."""
 
     def __init__(self, store: Any, memory: mmap.mmap, room: int) -> None:
         self._store, self._memory, self._room = store, memoryview(memory), room

@@ -114,7 +114,7 @@ class ObjectTier(WholeObjectTier[Bucket]):
         return self._store.put(name, parts, owner)
 
     def _listed(self) -> tuple[dict[ChunkKey, datetime], bool]:
-        """List chunks -> last write, and whether these are all: faults, time and number cut it."""
+        """List chunks -> last write. Also whether no fault, time or number cut the list."""
         stamps: dict[ChunkKey, datetime] = {}
         until, pages = self._clock() + _LIST_S, self._store.listed(self._form.folder)
         while self._clock() < until and len(stamps) < _LISTED_NAMES:

@@ -133,7 +133,7 @@ class Able(NamedTuple):
 
 
 class Spans(Extension):
-    """Scheduler's half. Counts tokens as ``spans_<kind>``, requests as ``unblended_<reason>``."""
+    """Scheduler's half of spans. Counts tokens ``spans_*`` and requests ``unblended_*``."""
 
     def __init__(self, tools: Tools, able: Able) -> None:
         self._store, self._jobs, self._load_policy = tools.store, tools.jobs, tools.load_policy
@@ -151,7 +151,7 @@ class Spans(Extension):
     # ---- a request comes -------------------------------------------------------------------------
 
     def new(self, request: Any, named: Callable[[Any], Prompt]) -> None:
-        """Name the keys of a request that asks for spans, then give it a cache salt of its own."""
+        """Make the keys of a request that asks for spans, then give it a cache salt of its own."""
         params = request.kv_transfer_params or {}
         if FIELD not in params:
             return
@@ -328,7 +328,7 @@ class Spans(Extension):
         return found
 
     def _has_room(self, chunks: int) -> bool:
-        """Whether one request may claim ``chunks``: a quarter of the engine's slots."""
+        """Whether one request may claim ``chunks``: at most a quarter of the engine's slots."""
         return chunks <= self._store.most_held // 4
 
     def _end(self, asked: SpanRequest, reason: str) -> None:
@@ -397,7 +397,7 @@ class Spans(Extension):
             metadata.passes = self._due()
 
     def _due(self) -> list[SpanPass]:
-        """Take orders for this step, with no more tokens than a step of the engine's own has."""
+        """Take the passes due in this step, with no more tokens than one of the engine's steps."""
         now, tokens = list[SpanPass](), 0
         while self._orders:
             tokens += sum(len(run.tokens) for run in self._orders[0].runs)
@@ -500,7 +500,7 @@ def _resalt(request: Any) -> bool:
 
 
 def _twins(tokens: Sequence[int]) -> tuple[int, int] | None:
-    """Return the two places farthest apart that have one token, or None if no token comes twice."""
+    """Return the two places farthest apart with the same token, or None if no token comes twice."""
     seen: dict[int, int] = {}
     best: tuple[int, int] | None = None
     for place, token in enumerate(tokens):

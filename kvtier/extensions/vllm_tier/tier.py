@@ -37,7 +37,7 @@ CHUNKS = "kvtier_tier_chunks"
 _MOVE_THREADS, _QUESTIONS, _JOBS = 4, 64, 256
 _POLL_S, _CLOSE_S = 0.001, 10.0
 _ANSWER_TIMES = 10
-"""Answers' time that a lookup may take: one for each of its questions, and those before it."""
+"""Answers that a lookup may wait for: one for each of its questions, and those before it."""
 _MOST_ANNOUNCED_CHUNKS = 1 << 18
 
 

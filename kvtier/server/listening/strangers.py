@@ -40,7 +40,7 @@ _HANDSHAKE_S = 4.0
 _REST_FACTOR = 9
 """Length of a pause in lengths of the handshakes before it."""
 _ANSWER_S = 0.005
-"""Least pause between two turns, in which the loop answers the client, and the cost shows."""
+"""Least pause between two turns: the loop answers the client in it, so that its cost is known."""
 _MOST_WAITING_BYTES = 32 << 10
 """Most bytes that a client sends before its turn. A first message has at most 16 KiB."""
 Work = Callable[[], object]
