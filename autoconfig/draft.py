@@ -16,7 +16,6 @@ from kvtier.tiers.seam import Value
 T = TypeVar("T", int, float)
 
 _RAM_LATENCY_S = 0.0002
-"""Time from the request to the first byte in RAM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,22 +40,20 @@ QUIET_S = 5.0
 ALONE_S = 10.0
 """Time without a connection after which an engine is reported as trouble."""
 _REPLY_S = 2.0
-_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-"""Pause before a connection is tried again. It doubles until a message was understood."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+"""Pauses between attempts to connect. Doubled until a message was understood."""
 _PING_S = 1.0
 """Interval at which a silent connection is asked for a sign of life."""
 _SILENT_PINGS = 3
 """Intervals without a sign of life after which a connection ends."""
 _QUIET_PINGS = int(QUIET_S / _PING_S)
-_CATCH_UP_S = 60.0
-"""Longest time for a replay of missed messages."""
+_LONGEST_CATCH_UP_S = 60.0
 _MOST_TEXTS = 8
 _MESSAGE_BYTES = 8 << 20
 """Longest message. vLLM publishes one for each step."""
 _MOST_NUMBER = 1 << 63
 """Bound of messages' numbers. vLLM counts from 0."""
-_END = (2**64 - 1).to_bytes(8, "big")
-"""Number that marks the end of a replay."""
+_END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")
 _FAULTS = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 """Errors that a malformed message can cause."""
 
@@ -82,7 +80,7 @@ class _Follower:
     def __init__(self, engine: Followed, trouble: MutableMapping[str, str]) -> None:
         self._engine, self._trouble = engine, trouble
         self._next: int | None = None
-        self._pause = _PAUSE_S
+        self._pause = _FIRST_PAUSE_S
         self._said: set[str] = set()
 
     async def run(self) -> None:
@@ -183,7 +181,7 @@ class _Follower:
         except _FAULTS as error:
             self._refuse(str(error))
         else:
-            self._pause = _PAUSE_S
+            self._pause = _FIRST_PAUSE_S
             self._said.clear()
         self._engine.counts["message"] += 1
         self._next = number + 1
@@ -204,7 +202,7 @@ class _Follower:
     async def _catch_up(self) -> None:
         """Replay the missed messages. Raises TimeoutError for an answer without end."""
         ended, begun = False, None
-        async with asyncio.timeout(_CATCH_UP_S):
+        async with asyncio.timeout(_LONGEST_CATCH_UP_S):
             while not ended and self._next != begun and self._engine.stream.replay is not None:
                 begun = self._next
                 ended = await self._replay(self._engine.stream.replay)
@@ -222,7 +220,7 @@ class _Follower:
             while True:
                 async with asyncio.timeout(_REPLY_S):
                     frames = await peer.receive()
-                if len(frames) > 1 and frames[-2] == _END:
+                if len(frames) > 1 and frames[-2] == _END_OF_REPLAY:
                     return True
                 if (number := _number(frames[-2]) if len(frames) > 1 else None) is None:
                     self._refuse("no replay of vLLM's")

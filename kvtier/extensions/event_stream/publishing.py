@@ -54,8 +54,7 @@ _TURN_MESSAGES = 8
 _PATIENCE_S = 10.0
 """Longest time for one message of a replay."""
 _LINGER_S = 0.1
-_END = (2**64 - 1).to_bytes(8, "big")
-"""Number that marks the end of a replay."""
+_END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -203,10 +202,10 @@ class Publisher(ServerExtension):
         await peer.greet("ROUTER", ("DEALER", "REQ"))
         while True:
             *_, begin = await peer.receive()
-            if len(begin) == len(_END):
+            if len(begin) == len(_END_OF_REPLAY):
                 await self._messages(peer, int.from_bytes(begin, "big"), (b"",))
                 async with asyncio.timeout(_PATIENCE_S):
-                    await peer.send([b"", b"", _END, b""])
+                    await peer.send([b"", b"", _END_OF_REPLAY, b""])
 
     async def _messages(self, peer: zmtp.Peer, number: int, before: tuple[bytes, ...]) -> int:
         """Send the kept messages from ``number`` on. Returns the number of the next one."""

@@ -16,17 +16,17 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint, flat_key
 from kvtier.core.errors import ConfigError
 
 _FORMAT = 1
-"""Version of a chunk's bytes and of what names them. Raise it when their meaning changes."""
+"""Version of a chunk's bytes and of its key. Raise it when their meaning changes."""
 _MAGIC = b"kvtier/sglang/1"
 _SHARDED = ("MHA", "Mamba")
-"""Names of host pools' classes whose bytes differ by rank, also where the model's KV is the same
+"""Parts of host pools' class names whose bytes differ by rank, even if the model's KV is the same
 on all."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPages:
-    """The pages of one host pool of one rank. ``sizes`` are the bytes of a chunk's pieces. A page
-    has a chunk for each of its head ``groups``, or is one chunk where it is not divided so."""
+    """Pages of one host pool of one rank. ``sizes`` are the bytes of a chunk's pieces. A page has a
+    chunk for each of its head ``groups``, or is one chunk if it is not divided by heads."""
 
     pool: str
     layout: str
@@ -35,17 +35,17 @@ class PoolPages:
     sizes: tuple[int, ...]
     groups: range = range(0)
     own: bytes = b""
-    """The fingerprint of :meth:`chunks`, once it is known."""
+    """Fingerprint of :meth:`chunks`, once it is known."""
 
     @property
     def count(self) -> int:
-        """Chunks of a page."""
+        """Number of chunks in a page."""
         return max(1, len(self.groups))
 
     def chunks(self, engine: Mapping[str, Any], ranks: Any, classes: Sequence[str]) -> ChunkLayout:
-        """Size and fingerprint of the pool's chunks. ``engine``: the identity without the pool.
-        ``ranks``: SGLang's HiCacheStorageConfig. ``classes``: names of the pool's class and of
-        those it derives from."""
+        """Make the size and fingerprint of the pool's chunks. ``engine``: the identity without the
+        pool. ``ranks``: SGLang's HiCacheStorageConfig. ``classes``: names of the pool's class and
+        its bases."""
         arguments = dict(engine["arguments"])
         sharded = not ranks.is_mla_model or any(kind in one for one in classes for kind in _SHARDED)
         tp = [ranks.tp_size, sharded and ranks.tp_rank]
@@ -65,19 +65,20 @@ class PoolPages:
         return ChunkLayout(own, self.page_tokens, self.page_tokens, (sum(self.sizes),), "SGLang")
 
     def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
-        """Keys of the pages that SGLang calls ``hashes`` (each over all tokens up to the page's
-        end, LoRA adapter and salt), group by group. They are flat: a reader knows no parent."""
+        """Make the keys of pages that SGLang calls ``hashes`` (each over all tokens up to the
+        page's end, LoRA adapter and salt), group by group. They are flat: a reader knows no
+        parent."""
         ends, head = [one.to_bytes(4) for one in self.groups or (0,)], _MAGIC + self.own
         return [flat_key(head + name.encode() + end) for name in hashes for end in ends]
 
     def whole(self, chunks: Sequence[bool]) -> list[bool]:
-        """Of each page, whether all its chunks are True."""
+        """Return for each page whether all its chunks are True."""
         return [all(chunks[at : at + self.count]) for at in range(0, len(chunks), self.count)]
 
 
 def head_groups(ranks: Any, layout: str, pool: str, heads: int) -> range:
-    """Numbers of this rank's head groups. Empty: the pool is not kept by head groups. Raises
-    ConfigError where heads cannot be divided so."""
+    """Number this rank's head groups. Empty if the pool is not kept by head groups. Raises
+    ConfigError if heads cannot be divided so."""
     lcm, size = ranks.tp_lcm_size, ranks.tp_size
     if not lcm or ranks.is_mla_model or layout != "page_head" or pool != "kv":
         return range(0)
@@ -91,8 +92,8 @@ def head_groups(ranks: Any, layout: str, pool: str, heads: int) -> range:
 
 
 def legal_ends(policy: str, held: Sequence[bool], trailing: int) -> set[int] | None:
-    """The prefix lengths, in pages, for which a side pool has what ``policy`` asks for: all pages,
-    or the last ``trailing``. None: an unknown policy."""
+    """Return the prefix lengths, in pages, for which a side pool has what ``policy`` asks for: all
+    pages, or the last ``trailing``. None for an unknown policy."""
     if policy not in ("all_pages", "trailing_pages"):
         return None
     ends, run, needed = set[int](), 0, max(1, trailing) if policy != "all_pages" else len(held)

@@ -24,8 +24,7 @@ from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import progress
 from kvtier.spans import homes
 
-_QUOTED_CHARS = 300
-"""Most characters shown of an engine's error."""
+_MOST_ERROR_CHARS = 300
 _JSON = "application/json"
 
 
@@ -155,7 +154,7 @@ class _Served:
         try:
             return msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise NoCompletionError(f"no JSON: {text[:_QUOTED_CHARS]!r}") from error
+            raise NoCompletionError(f"no JSON: {text[:_MOST_ERROR_CHARS]!r}") from error
 
 
 def _warm(
@@ -235,4 +234,4 @@ def _read(path: str, flag: str) -> str:
 
 def _shown(error: Exception) -> str:
     text = " ".join((str(error) or type(error).__name__).split())
-    return text if len(text) <= _QUOTED_CHARS else f"{text[:_QUOTED_CHARS]} ..."
+    return text if len(text) <= _MOST_ERROR_CHARS else f"{text[:_MOST_ERROR_CHARS]} ..."

@@ -30,8 +30,7 @@ _NETWORK_BITS = 64
 STRANGERS_S = 0.002
 """Pause between two connections of a port that other hosts or users reach. Each takes a quarter of
 a millisecond of the loop, whatever comes of it. Those that come meanwhile wait in the kernel."""
-_PAUSE_S = 0.1
-"""Pause after an accept that failed, for example because no file descriptor was left."""
+_FAILED_ACCEPT_PAUSE_S = 0.1
 PLACES = 64
 ONE_HOSTS_PLACES = 16
 """Places of one IPv4 address or IPv6 network of 64 bits: a host may have all addresses of it."""
@@ -86,7 +85,7 @@ async def accepted(
             connection = await loop.sock_accept(listening)
         except OSError as error:
             failed(error)
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_FAILED_ACCEPT_PAUSE_S)
             continue
         yield connection
         # sock_accept does not yield to the loop while clients are queued
