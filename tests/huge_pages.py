@@ -59,7 +59,7 @@ def populated(slots, *, slot_bytes=SLOT):
     """A pool of ordinary memory in huge pages. Skips the test where the kernel makes none."""
     pool = Pool(slots, slot_bytes)
     pool.populate(0, slots)
-    if pool.huge_bytes < slots * slot_bytes // HUGE_BYTES * HUGE_BYTES:
+    if not pool.in_huge_pages(pool.buffer[: slots * slot_bytes // HUGE_BYTES * HUGE_BYTES]):
         pool.close()
         pytest.skip(f"this kernel ({os.uname().release}) makes no huge pages of shared memory now")
     return pool

@@ -68,7 +68,7 @@ def _reserved(root: Path) -> int:
 def _makes_huge() -> bool:
     with closing(Pool(1, HUGE_BYTES)) as pool:
         pool.populate(0, 1)
-        return pool.huge_bytes > 0
+        return pool.in_huge_pages(pool.view(0))
 
 
 def _pool_bytes(root: Path) -> int:

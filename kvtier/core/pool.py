@@ -85,7 +85,7 @@ class Pool:
         """Path by which another process of the same user can open the witness of a server's pool
         for writing, while this one holds it. None for a pool without a witness."""
         self._huge = HugePages(self._map, reserved=self.reserved)
-        self._view = memoryview(self._map).cast("B")[: slots * slot_bytes]
+        self.buffer = memoryview(self._map).cast("B")[: slots * slot_bytes]
         self._closer = weakref.finalize(self, os.close, self.fd)
 
     @classmethod
@@ -108,13 +108,9 @@ class Pool:
         """Path by which another process of this user can map the region, while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
-    @property
-    def buffer(self) -> memoryview:
-        return self._view
-
     def view(self, slot: int) -> memoryview:
         """Return the slot's bytes, writable and page-aligned."""
-        return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        return self.buffer[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def populate(self, first: int, count: int) -> None:
         """Map the pages of ``count`` slots, huge ones where possible: a first save into absent
@@ -127,10 +123,6 @@ class Pool:
     def in_huge_pages(self, part: memoryview) -> bool:
         """Whether ``part`` lies wholly in huge pages that :meth:`populate` made."""
         return self._huge.hold(part)
-
-    @property
-    def huge_bytes(self) -> int:
-        return self._huge.held_bytes
 
     def give_back(self, slot: int) -> None:
         """Return a slot's memory to the host. It reads as zeros from then on. A page that a device
@@ -159,7 +151,7 @@ class Pool:
 
     def close(self) -> None:
         """Unmap the region with the last view of it. Without effect the second time."""
-        self._view.release()
+        self.buffer.release()
         self._map = None
         self._closer()
 

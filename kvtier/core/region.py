@@ -176,10 +176,6 @@ class HugePages:
             return False
         return self._whole.find(0, begin // HUGE_BYTES, -(-end // HUGE_BYTES)) < 0
 
-    @property
-    def held_bytes(self) -> int:
-        return min(self._size, sum(self._whole) * HUGE_BYTES)
-
 
 def _collapse(memory: Memory, start: int, stop: int) -> bool:
     """Merge one piece. One of its pages must be present: without any the kernel refuses."""

@@ -19,7 +19,7 @@ from itertools import repeat
 from typing import NamedTuple, TypeVar
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces, whole
+from kvtier.core.steps import PIECE_CHUNKS, Steps, in_pieces, pieces, whole
 
 _MOST_SESSIONS = 16_384
 _MOST_LEFT_CHUNKS = 64
@@ -58,11 +58,9 @@ class Sessions:
         self._most = most
         self._next = 0
 
-    def seen(self, run: Sequence[ChunkKey], name: str = "") -> int:
+    @in_pieces
+    def seen(self, run: Sequence[ChunkKey], name: str = "") -> Steps[int]:
         """Return the number of the session that this prompt, which is not empty, belongs to."""
-        return whole(self.seeing(run, name))
-
-    def seeing(self, run: Sequence[ChunkKey], name: str = "") -> Steps[int]:
         if name:
             session = self._names[name][0] if name in self._names else self._new()
             _put(self._names, name, (session, run), _MOST_NAMES)

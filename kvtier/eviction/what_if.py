@@ -17,7 +17,7 @@ from operator import neg
 from typing import NamedTuple
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces, whole
+from kvtier.core.steps import PIECE_CHUNKS, Steps, in_pieces, pieces
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _MOST_KEYS = 100_000
@@ -60,11 +60,9 @@ class Curve:
         self._asked = [0] * _GROUPS
         self._hits = [[0] * len(SCALES) for _ in range(_GROUPS)]
 
-    def seen(self, run: Sequence[ChunkKey], session: int) -> None:
+    @in_pieces
+    def seen(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
         """Count a prompt of this session, which asked for ``run``. Then all of it is stored."""
-        whole(self.seeing(run, session))
-
-    def seeing(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
         if self.part < 1 and session * 0.7548776662466927 % 1.0 >= self.part:
             return
         hits, lowest = self._hits[session % _GROUPS], len(self._keys)

@@ -173,8 +173,6 @@ def plan(store: ObjectStore | None, draft: seam.Draft) -> None:
     return None
 
 
-__all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
-
 SECTION = ObjectSection
 _TRIAL_BYTES = 32 << 20
 

@@ -165,7 +165,7 @@ class Follower(Observer):
         return bool(self._waiting)
 
     def _following(self, item: _Item) -> Steps[None]:
-        session = yield from self._sessions.seeing(item.run, item.session)
+        session = yield from self._sessions.seen.steps(item.run, item.session)
         if self.adaptive is not None:
             yield from self.adaptive.following(item.run, session, self._lock)
         yield from self._what_if(item, session)
@@ -177,7 +177,7 @@ class Follower(Observer):
         if not self._curves:
             self._curves = {place: Curve(room) for place, room in self._rooms.items()}
         for curve in self._curves.values():
-            yield from curve.seeing(item.run, session)
+            yield from curve.seen.steps(item.run, session)
 
     def read_curve(self, place: str) -> list[Point]:
         """Return the hits that LRU caches of other sizes would have had, since the start or since

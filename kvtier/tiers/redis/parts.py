@@ -188,8 +188,6 @@ def plan(redis: Redis | None, draft: seam.Draft) -> None:
     return None
 
 
-__all__ = ["SECTION", "away", "findings", "open", "plan", "probe"]
-
 SECTION = RedisSection
 _CONNECTIONS = 4
 """Connections to a node, and so calls at once. Several hide the network's round trip."""

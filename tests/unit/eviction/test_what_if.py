@@ -153,7 +153,7 @@ def test_a_long_prompt_is_followed_in_pieces_with_the_same_result():
     runs = [*prompts(3, 3), [ChunkKey(bytes([at % 251, at >> 8]) * 20) for at in range(700)]]
     curve = Curve(100)
     for number, run in enumerate([*runs, *runs]):
-        steps = sum(1 for _ in curve.seeing(run, number))
+        steps = sum(1 for _ in curve.seen.steps(run, number))
         assert steps > len(run) // PIECE_CHUNKS
     found = [round(point.ratio * 2 * sum(map(len, runs))) for point in curve.points()]
     assert found == [plain_lru_hits(int(100 * scale), [*runs, *runs]) for scale in SCALES]
