@@ -214,7 +214,7 @@ class Client(AtServer):
         return lease
 
     def check(self, idle: bool = False) -> None:
-        answer = self._ask(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S)
+        answer = whole(self._asking(wire.Done, wire.Check, idle, timeout_s=_GIVE_UP_S))
         if answer is None:
             raise StateError("the server gave no answer to check")
         if answer.trouble:
@@ -263,12 +263,12 @@ class Client(AtServer):
 
     def wait(self, timeout_s: float) -> None:
         bound = min(timeout_s, self._timeout_s / 2)
-        answer = self._ask(wire.Done, wire.Wait, round(bound * 1000))
+        answer = whole(self._asking(wire.Done, wire.Wait, round(bound * 1000)))
         if answer is None:
             self._ending.wait(bound)
 
     def stats(self) -> dict[str, int]:
-        answer = self._ask(wire.Counted, wire.StatsCall)
+        answer = whole(self._asking(wire.Counted, wire.StatsCall))
         return {**(answer.values if answer is not None else {}), **self.counts}
 
     # ---- for leases ------------------------------------------------------------------------------
@@ -339,15 +339,6 @@ class Client(AtServer):
         return self._asking(
             kind, question, wire.joined(asked), check=lambda one, at: check(one, len(asked), at)
         )
-
-    def _ask(
-        self,
-        kind: type[A],
-        question: Callable[..., wire.Message],
-        *fields: Any,
-        timeout_s: float = 0.0,
-    ) -> A | None:
-        return whole(self._asking(kind, question, *fields, timeout_s=timeout_s))
 
     def _asking(
         self,
