@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(*(f"{name}={quote(value)}" for name, value in more.items()), join(final))
         return 0
     if shares:
-        env = dict(env) | {"KVTIER_SERVER": ranks.start(env)}
+        env = dict(env) | {"KVTIER_SERVER": ranks.start(env)[0]}
     become(final, env, tier if serves else "", listen)
     return 0
 

@@ -1,14 +1,13 @@
 """One server for the data-parallel ranks that an engine has on this host, or for the part that an
 engine over several hosts has on it.
 
-``kvtier launch`` starts it and becomes the engine. A supervisor (this module, as a program) stays
+``kvtier launch`` starts it and becomes the engine, or its parent. A supervisor (this file) stays
 beside the engine: it starts the server again when it dies, and ends it when the engine ends. The
 kernel tells it when that is, however the engine ends.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 _AGAIN_S = 1.0
 _START_S = 120.0
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _SIZE = ("--data-parallel-size", "-dp")
 _LOCAL = ("--data-parallel-size-local", "-dpl")
 _BACKEND = ("--data-parallel-backend", "-dpb")
@@ -49,12 +46,11 @@ def local_ranks(arguments: Sequence[str]) -> int:
     return int(str(count)) if str(count).isdecimal() else 1
 
 
-def start(env: Mapping[str, str]) -> str:
+def start(env: Mapping[str, str]) -> tuple[str, subprocess.Popen[bytes]]:
     """Start a server and its supervisor, which end with this process. Returns its address when
-    engines can connect. Raises ConfigError when the server does not start."""
+    engines can connect, and the supervisor. Raises ConfigError when the server does not start."""
     address = new_address()
-    start_at([address], env, temporary=True)
-    return address
+    return address, start_at([address], env, temporary=True)
 
 
 def new_address() -> str:
@@ -63,9 +59,10 @@ def new_address() -> str:
     return f"unix://{folder}/kvtier.sock"
 
 
-def start_at(listen: Sequence[str], env: Mapping[str, str], *, temporary: bool = False) -> None:
-    """Do :func:`start` at these addresses, first a socket, whose ``temporary`` folder is removed at
-    the end."""
+def start_at(
+    listen: Sequence[str], env: Mapping[str, str], *, temporary: bool = False
+) -> subprocess.Popen[bytes]:
+    """Do :func:`start` at these addresses, first a socket, maybe in a ``temporary`` folder."""
     path = listen[0].removeprefix("unix://")
     folder = str(Path(path).parent) if temporary else ""
     supervisor = processes.start(
@@ -84,6 +81,7 @@ def start_at(listen: Sequence[str], env: Mapping[str, str], *, temporary: bool =
                 "are above. KVTIER_SERVER=unix:///path names one that you start yourself"
             )
         time.sleep(_POLL_S)
+    return supervisor
 
 
 def answers(path: str) -> bool:
@@ -100,7 +98,7 @@ def supervise(engine: int, folder: str, listen: Sequence[str]) -> int:
     path = Path(listen[0].removeprefix("unix://"))
     waited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, waited)
-    _end_with_parent()
+    processes.end_with_parent(signal.SIGTERM)
     server = _server(listen)
     try:
         while os.getppid() == engine:
@@ -135,11 +133,7 @@ def _server(listen: Sequence[str]) -> subprocess.Popen[bytes]:
 
 def _begin_server() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
-    _end_with_parent()
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    processes.end_with_parent(signal.SIGTERM)
 
 
 _NODES = ("--nnodes", "-n")

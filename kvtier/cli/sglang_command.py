@@ -29,6 +29,7 @@ _PLUGIN = {
     "module_path": "kvtier.connectors.sglang",
     "class_name": "KVTier",
 }
+_PRINTED = "unix:///run/kvtier/kvtier.sock"
 _PAGE_TOKENS, _FEW_TOKENS = 64, 16
 _OTHERS = "SGLang takes no storage of another package with it; remove it"
 _NOT_WITH_US = {
@@ -50,10 +51,7 @@ def refuse(words: Sequence[str]) -> None:
             raise ConfigError(f"{flag}: {why}")
     page = str(value(words, "--page-size") or _PAGE_TOKENS)
     if page.isdecimal() and int(page) < _FEW_TOKENS:
-        raise ConfigError(
-            f"--page-size {page}: each page is a chunk, and small ones are slow; give "
-            f"{_FEW_TOKENS} or more, such as {_PAGE_TOKENS}"
-        )
+        raise ConfigError(f"--page-size {page}: small chunks are slow; give {_FEW_TOKENS} or more")
 
 
 def verdict(words: Sequence[str], env: Mapping[str, str]) -> str:
@@ -81,21 +79,24 @@ def server_ram(words: Sequence[str], config: Config) -> tuple[int | None, str]:
 
 
 def launch(words: Sequence[str], config: Config, more: Mapping[str, str], *, prints: bool) -> int:
-    """Become the engine. Returns only if it ``prints`` the command."""
-    env, server, sized = processes.environment(**more), config.server.address, dict[str, str]()
+    """Become the engine, or stay the parent of one and of its server: SGLang kills its children."""
+    env, server, supervisor = processes.environment(**more), config.server.address, None
     refuse(words)
-    said = f"the server {server}"
+    found, said = verdict(words, env), f"the server {server}"
     if server is None:
         size, why = server_ram(words, config)
         said = f"a server that is started beside it: {why}"
         sized = {} if size is None else {"KVTIER_RAM_BYTES": f"{size}B"}
-    print(f"kvtier: {verdict(words, env)}; its HiCache has {said}", file=sys.stderr, flush=True)
-    if server is None:
-        server = "unix:///run/kvtier/kvtier.sock" if prints else ranks.start(env | sized)
+        server, supervisor = (_PRINTED, None) if prints else ranks.start(env | sized)
+    print(f"kvtier: {found}; its HiCache has {said}", file=sys.stderr, flush=True)
     extra = json.dumps({**_PLUGIN, "server": server, **passed(config)})
     page = [] if value(words, "--page-size") else ["--page-size", str(_PAGE_TOKENS)]
     final = [*words, "--enable-hierarchical-cache", *page, _BACKEND, "dynamic", _EXTRA, extra]
     if prints:
         print(*(f"{name}={quote(told)}" for name, told in more.items()), join(final))
         return 0
-    return processes.become(final, env)
+    if supervisor is None or (status := processes.parent()) is None:
+        processes.become(final, env)
+    supervisor.terminate()
+    supervisor.wait()
+    return status

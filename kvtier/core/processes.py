@@ -13,7 +13,9 @@ configuration gets all of it.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -30,6 +32,11 @@ _EVERYBODYS = (
     *("PYTHON*", "MALLOC_*"),
 )
 """Variables that any program needs, and that hold no secret."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_TYPED, _SI_KERNEL = {signal.SIGINT, signal.SIGQUIT}, 0x80
+"""What a terminal sends to parent and child alike."""
+_PASSED = _TYPED | {signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 
 
 def environment(**more: str | None) -> dict[str, str]:
@@ -75,6 +82,28 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         os.execvpe(command[0], list(command), env)  # noqa: S606 - no shell
     except OSError as error:
         raise ConfigError(f"{command[0]} cannot be run: {error}") from error
+
+
+def parent() -> int | None:
+    """None in a child of this process, which is killed with it. Here the exit status that a shell
+    would tell of the child, which gets this process's signals."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)
+    child = os.fork()
+    if not child:
+        end_with_parent(signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return None
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        told = signal.sigwaitinfo(_PASSED)
+        by_terminal = told.si_code == _SI_KERNEL and told.si_signo in _TYPED
+        if told.si_signo != signal.SIGCHLD and not by_terminal:
+            os.kill(child, told.si_signo)
+    status = os.waitstatus_to_exitcode(ended[1])
+    return status if status >= 0 else 128 - status
+
+
+def end_with_parent(by: signal.Signals) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, by)
 
 
 def isolated(env: Mapping[str, str]) -> dict[str, str]:

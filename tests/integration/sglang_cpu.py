@@ -10,6 +10,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import json
+import os
 import sys
 import threading
 import types
@@ -26,8 +27,6 @@ class _Anything(type):
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
-
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -80,6 +79,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.runtime_context import get_context  # noqa: E402
 from sglang.srt.runtime_context import publish as publish_context  # noqa: E402
+from sglang.srt.utils import kill_process_tree  # noqa: E402
 
 base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 28
 PAGE, LAYERS, HEADS, DIM = 64, 2, 4, 16
@@ -138,9 +138,14 @@ def mha(layout, pages=34, *, page=PAGE, heads=HEADS, layers=LAYERS, dim=DIM, dty
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    return MHATokenToKVPoolHost(
-        info, 1.0, 0, page, layout, pin_memory=False, device="cpu", device_capacity_tokens=0,
-        start_layer=0, end_layer=layers, host_token_capacity=pages * page,
+    return _host(MHATokenToKVPoolHost, info, layout, pages, layers)
+
+
+def _host(kind, info, layout, pages, layers, **more):
+    return kind(
+        info, 1.0, 0, info.page_size, layout, pin_memory=False, device="cpu", start_layer=0,
+        device_capacity_tokens=0, end_layer=layers, host_token_capacity=pages * info.page_size,
+        **more,
     )  # fmt: skip
 
 
@@ -158,10 +163,7 @@ def mla(layout, pages=34, *, page=PAGE, layers=LAYERS, rank=24, rope=8, dtype=to
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    return MLATokenToKVPoolHost(
-        info, 1.0, 0, page, layout, pin_memory=False, device="cpu", device_capacity_tokens=0,
-        start_layer=0, end_layer=layers, target_layer_num=layers, host_token_capacity=pages * page,
-    )  # fmt: skip
+    return _host(MLATokenToKVPoolHost, info, layout, pages, layers, target_layer_num=layers)
 
 
 def scramble(pool, seed=0):
@@ -200,11 +202,14 @@ def controller(pool, kind, extra, *, tp=(0, 1), replicated=False, model="M"):
     """SGLang's HiCacheController with its threads. ``kind``: ``file`` or ``dynamic``."""
     cc.get_parallel = lambda: parallel(*tp)
     allocator = _allocator(_Replicated() if replicated else _Device())
-    return cc.HiCacheController(
-        allocator, pool, pool.page_size, _group(), threading.Event(), write_policy="write_through",
-        io_backend="direct", storage_backend=kind, prefetch_threshold=pool.page_size,
-        model_name=model, storage_backend_extra_config=dict(extra),
-    )  # fmt: skip
+    more, page = _storage(kind, extra, model), pool.page_size
+    return cc.HiCacheController(allocator, pool, page, **more, prefetch_threshold=page)
+
+
+def _storage(kind, extra, model="M"):
+    shared = {"tp_group": _group(), "load_cache_event": threading.Event(), "model_name": model}
+    shared |= {"write_policy": "write_through", "io_backend": "direct", "storage_backend": kind}
+    return shared | {"storage_backend_extra_config": dict(extra)}
 
 
 def hybrid(pools, kind, extra, *, page=PAGE, tp=(0, 1)):
@@ -215,11 +220,9 @@ def hybrid(pools, kind, extra, *, page=PAGE, tp=(0, 1)):
                   is_primary_index_anchor=name == PoolName.KV)
         for name, pool in pools.items()
     ]  # fmt: skip
-    return hybrids.HybridCacheController(
-        _allocator(_Device()), HostPoolGroup(entries), page, _group(), threading.Event(),
-        write_policy="write_through", io_backend="direct", storage_backend=kind,
-        prefetch_threshold=page, model_name="M", storage_backend_extra_config=dict(extra),
-    )  # fmt: skip
+    allocator, group = _allocator(_Device()), HostPoolGroup(entries)
+    more = _storage(kind, extra)
+    return hybrids.HybridCacheController(allocator, group, page, **more, prefetch_threshold=page)
 
 
 def hashes_of(tokens, page=PAGE, prior=None):
@@ -268,7 +271,8 @@ TWO_MIB = {"layers": 8, "heads": 8, "dim": 128}
 
 def launch_server(arguments: Any) -> None:
     """In the place of SGLang's HTTP server and scheduler, with its own arguments, context and
-    controller: 1,000 pages into the storage, and some back. Prints what became of them."""
+    controller: 1,000 pages into the storage, and some back. Prints what became of them, and ends
+    as SGLang does."""
     publish_context(arguments, role="scheduler")
     parse = hybrids.HybridCacheController.parse_storage_backend_extra_config
     extra = parse(arguments.hicache_storage_backend_extra_config)[0]
@@ -279,11 +283,9 @@ def launch_server(arguments: Any) -> None:
     begin = pool.alloc(125 * PAGE)
     stored = sum(backup(one, tokens, begin) for tokens in prompts)
     _, read, indices = prefetch(one, prompts[-1])
-    server = one.storage_backend._pools["kv"].server._client
-    while server.stats()["queued"]:
-        server.wait(0.1)
-    size = server.pool.slots * server.pool.slot_bytes
+    ram = one.storage_backend._pools["kv"].server._client.pool
     told = {"stored": stored, "read": read, "equal": equal(pool, begin, pool, indices)}
-    told |= {"ram_bytes": size, "nvme": server.stats()["nvme_held"], "server": extra["server"]}
-    one.detach_storage_backend()
+    told |= {"ram_bytes": ram.slots * ram.slot_bytes, "server": extra["server"]}
     sys.stdout.write(f"{json.dumps(told)}\n")
+    sys.stdout.flush()
+    kill_process_tree(os.getpid())

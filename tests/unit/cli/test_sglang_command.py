@@ -4,8 +4,8 @@ what is refused."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +17,20 @@ from kvtier.cli.checks.engine import check_command
 from kvtier.cli.sglang_command import refuse, server_ram
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
-from tests.child_process import DEADLINE_S
+from kvtier.tiers.nvme.check import check, tier_folders
+from tests.child_process import DEADLINE_S, wait_for
+from tests.command import bare, kvtier
 from tests.unit.cli.test_launch import dist
 
-ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv[1:]]), flush=True)"
+ENGINE = """import json, os, psutil, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print(json.dumps(sys.argv[1:]), flush=True)
+if "STAYS" in os.environ:
+    got = signal.sigwait({signal.SIGTERM})
+    for one in psutil.Process().children(recursive=True):
+        one.kill()
+    sys.exit(got)
+"""
 DISK = {"nvme_path": "/fast"}
 SERVE = (sys.executable, "-m", "sglang.launch_server", "--model-path", "M")
 
@@ -30,7 +40,7 @@ def home(tmp_path):
     place = tmp_path / "site"
     (place / "sglang").mkdir(parents=True)
     (place / "sglang/__init__.py").touch()
-    (place / "sglang/launch_server.py").write_text(ECHO)
+    (place / "sglang/launch_server.py").write_text(ENGINE)
     dist(place, "sglang", "0.5.23")
     (place / "kvtier").symlink_to(Path(launch.__file__).parents[1], target_is_directory=True)
     return place
@@ -38,21 +48,13 @@ def home(tmp_path):
 
 @pytest.fixture
 def start(home):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-
-    def run(*words, **env):
-        return subprocess.run(
-            [sys.executable, "-m", "kvtier", *words], env={**clean, "PYTHONPATH": str(home), **env},
-            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-        )  # fmt: skip
-
-    return run
+    return lambda *words, **env: kvtier(*words, env={"PYTHONPATH": home, **env})
 
 
 def test_hicache_gets_the_server_that_is_named(start):
     given = {"KVTIER_SERVER": "unix:///run/a.sock", "KVTIER_NAMESPACE": "team"}
     done = start("launch", "--", *SERVE, "--page-size", "32", **given)
-    words = json.loads(done.stdout)[1]
+    words = json.loads(done.stdout)
     assert words[:4] == ["--model-path", "M", "--page-size", "32"] and "64" not in words
     assert words[4:7] == ["--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic"]
     extra = {"server": "unix:///run/a.sock", "namespace": "team"}
@@ -62,11 +64,23 @@ def test_hicache_gets_the_server_that_is_named(start):
     assert shlex.split(printed)[3:] == words
 
 
-def test_without_a_server_one_is_started_beside_the_engine(start):
-    done = start("launch", "--", *SERVE, KVTIER_RAM_BYTES="64MiB", KVTIER_ADMIN="off")
-    words = json.loads(done.stdout)[1]
-    assert words[2:5] == ["--enable-hierarchical-cache", "--page-size", "64"]
-    assert '"server": "unix:///' in words[-1] and "started beside it" in done.stderr
+@pytest.mark.parametrize(("end", "status"), [(signal.SIGTERM, 15), (signal.SIGKILL, -9)])
+def test_a_server_beside_the_engine_ends_by_itself_and_last(home, tmp_path, end, status):
+    """SGLang kills its children, and whoever stops it gives signals to launch."""
+    room = {"KVTIER_RAM_BYTES": "8MiB", "KVTIER_SLOT_BYTES": "4096B", "KVTIER_ADMIN": "off"}
+    room |= {"KVTIER_NVME_PATH": tmp_path / "nvme", "KVTIER_NVME_BYTES": "8MiB"}
+    command = [sys.executable, "-m", "kvtier", "launch", "--", *SERVE]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = bare(PYTHONPATH=home, STAYS=1, **room)
+    with subprocess.Popen(command, env=env, **pipes) as launched:
+        words = json.loads(launched.stdout.readline())
+        assert words[2:5] == ["--enable-hierarchical-cache", "--page-size", "64"]
+        folder = Path(json.loads(words[-1])["server"].removeprefix("unix://")).parent
+        launched.send_signal(end)
+        assert launched.wait(DEADLINE_S) == status
+        assert "started beside it" in launched.stderr.read()
+    wait_for(lambda: not folder.exists(), "the server has ended")
+    assert [one.closed for one in map(check, tier_folders(tmp_path / "nvme"))] == [True]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +88,7 @@ def test_without_a_server_one_is_started_beside_the_engine(start):
     [
         (["--hicache-storage-backend", "file"], "an engine has one storage"),
         (["--dcp-size", "2"], "no storage of another package"),
-        (["--page-size", "1"], "small ones are slow"),
+        (["--page-size", "1"], "small chunks are slow"),
         (["--disaggregation-decode-enable-offload-kvcache"], "no storage of another package"),
     ],
 )
