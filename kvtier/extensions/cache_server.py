@@ -147,11 +147,12 @@ class Attached:
         """Number of leading chunks that are held. Starts to promote those on lower tiers."""
         until = time.monotonic() + _ASKING_S
         with self._client.load(keys) as lease:
-            while True:
+            while lease.ready < len(keys):
                 known = sum(self._client.lookup(keys).progress)
                 if sum(lease.poll()) <= known or time.monotonic() > until:
                     return known
                 self._client.wait(_POLL_S)
+            return lease.ready
 
     def known(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return for each chunk whether it is held. Redis is asked only for chunks that no other
