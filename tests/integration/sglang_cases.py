@@ -4,12 +4,11 @@ beside its HiCacheFile."""
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import random
-import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import settings as rules
-from hypothesis import strategies as some
 from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.runtime_context import get_context, get_serving
@@ -28,9 +24,9 @@ from sglang.srt.runtime_context import get_context, get_serving
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import ConfigError
+from kvtier.extensions.sglang import hicache
 from tests.certificates import make_certificates
 from tests.child_process import wait_for
-from tests.command import ran
 from tests.integration import sglang_cpu as cpu
 from tests.nvme_place import flip
 from tests.server_process import ServerProcess, attached, run, serving, short_folder
@@ -46,6 +42,14 @@ _TOKENS = iter(range(1, 1 << 30))
 @pytest.fixture(scope="module", autouse=True)
 def published():
     return cpu.publish(MODELS / "a")
+
+
+@pytest.fixture(autouse=True)
+def patient(request, monkeypatch):
+    """Most ask what is served, and not how fast this host is."""
+    if "fault" not in request.fixturenames:
+        for name in ("_SCHEDULER_S", "_FIND_S", "_BATCH_S", "_ANSWER_MS"):
+            monkeypatch.setattr(hicache, name, 60_000)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,7 @@ def test_the_same_hits_and_the_same_bytes_as_files(server, tmp_path, kind, layou
     written: dict[str, Any] = {}
     families = [prompt(8) for _ in range(3)]
     with (
-        running(pool, server, replicated=replicated) as ours,
+        running(pool, server, replicated=replicated, extra={"interface_v1": 0}) as ours,
         filing(pool, tmp_path, replicated=replicated) as file,
     ):
         for number in range(150):
@@ -159,89 +163,16 @@ def test_the_same_hits_and_the_same_bytes_as_files(server, tmp_path, kind, layou
             pool.clear()
 
 
-def test_files_serve_a_permuted_k_and_kvtier_a_miss(server, tmp_path):
-    """Equal names and sizes, another order of bytes."""
-    one, other = cpu.mha("page_first"), cpu.mha("page_first_direct")
-    cpu.scramble(one)
-    tokens = prompt(4)
-    with filing(one, tmp_path) as writer, filing(other, tmp_path) as reader:
-        begin = one.alloc(len(tokens))
-        cpu.backup(writer, tokens, begin)
-        found, _, indices = cpu.prefetch(reader, tokens)
-        k = one.k_buffer[int(begin[0]) : int(begin[0]) + cpu.PAGE].transpose(0, 1).contiguous()
-        wrong = other.k_buffer[int(indices[0]) // cpu.PAGE]
-        assert found == 4 and not torch.equal(k.view(torch.int16), wrong.view(torch.int16))
-    one.clear()
-    assert hits(cpu.mha("page_first_direct"), server, saved(one, server, 4)) == 0
-
-
-def test_files_never_cache_again_after_another_layer_count_and_kvtier_does(server, tmp_path):
-    one, other = cpu.mha("page_first"), cpu.mha("page_first", layers=cpu.LAYERS + 1)
-    tokens = prompt(4)
-    with filing(one, tmp_path) as writer, filing(other, tmp_path) as reader:
-        cpu.backup(writer, tokens, one.alloc(len(tokens)))
-        assert cpu.prefetch(reader, tokens)[:2] == (4, 0)
-    one.clear()
-    tokens = saved(one, server, 4)
-    assert hits(other, server, tokens) == 0
-    with running(other, server) as reader:
-        assert cpu.backup(reader, tokens, other.alloc(len(tokens))) == 4
-        assert cpu.prefetch(reader, tokens)[:2] == (4, 4)
-
-
-def test_pages_are_those_of_a_dict(server):
-    """Pages in any order, with holes: a load is the run up to the first one that is not held."""
-    pool = cpu.mha("page_first", pages=8)
-    cpu.scramble(pool)
-    content, what = pool.kv_buffer.clone(), some.sampled_from(["set", "get", "exists"])
-    with running(pool, server) as one:
-        storage = one.storage_backend
-
-        @rules(max_examples=60, deadline=None, database=None)
-        @given(some.lists(some.tuples(what, some.sets(some.integers(0, 7), min_size=1))))
-        def check(calls):
-            names, held = cpu.hashes_of(prompt(8)), dict[int, Any]()
-            for call, chosen in calls:
-                pages, pool.kv_buffer[:] = list(chosen), content
-                rows = torch.cat([torch.arange(at * cpu.PAGE, (at + 1) * cpu.PAGE) for at in pages])
-                keys = [names[at] for at in pages]
-                done = [all(at in held for at in pages[: end + 1]) for end in range(len(pages))]
-                if call == "set":
-                    assert all(storage.batch_set_v1(keys, rows))
-                    held |= {at: pool.get_data_page(at * cpu.PAGE).clone() for at in pages}
-                elif call == "exists":
-                    assert storage.batch_exists(keys) == sum(done)
-                else:
-                    pool.kv_buffer.zero_()
-                    assert storage.batch_get_v1(keys, rows) == done
-                    for at, is_read in zip(pages, done, strict=True):
-                        page, zeros = pool.get_data_page(at * cpu.PAGE), content.new_zeros(())
-                        kept = held[at] if is_read else zeros.expand_as(page)
-                        assert torch.equal(page.view(torch.int16), kept.view(torch.int16))
-
-        check()
-
-
-def test_sglang_makes_calls_by_tensors_only_without_interface_v1(server):
-    """And the plug-in turns that on."""
-    with running(cpu.mha("page_first"), server, extra={"interface_v1": 0}) as one:
-        assert one.page_get_func == one._page_get_zero_copy
-        assert one.page_set_func == one._page_set_zero_copy
-    by_tensors = re.compile(r"storage_backend\.(get|set|exists|batch_get|batch_set)\(")
-    sources = Path(inspect.getfile(type(one))).parents[1].rglob("*.py")
-    callers = [one.name for one in sources for _ in by_tensors.finditer(one.read_text())]
-    assert callers == ["cache_controller.py"] * 2, "_generic_page_get and _generic_page_set"
-
-
 # ---- who shares ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"pool": {"layout": "layer_first"}},
+        {"pool": {"layout": "page_first_direct"}},
         {"pool": {"dtype": torch.float16}},
         {"pool": {"page": 32}},
+        {"pool": {"layers": 3}},
         {"more": {"tp": (1, 2)}},
         {"told": {"model_path": MODELS / "b"}},
         {"told": {"weight_version": "2"}},
@@ -260,39 +191,29 @@ def test_what_decides_bytes_is_a_miss(server, change):
     with told(**change.get("told", {})):
         pool, more = cpu.mha(**shape), change.get("more", {})
         assert hits(pool, server, tokens, extra=change.get("extra"), **more) == 0
-    same = {
-        "served_model_name": "m2",
-        "port": 9,
-        "max_running_requests": 3,
-        "model_path": MODELS / "a",
-    }
-    with told(**same):
+    with told(served_model_name="m2", port=9, max_running_requests=3):
         assert hits(cpu.mha("page_first", pages=12), server, tokens, model="m2") == 4, "else a hit"
+        with running(cpu.mha("page_first"), server) as one:  # salt and adapter begin the hashes
+            assert one.storage_backend.batch_exists(cpu.hashes_of(tokens, prior="ab" * 32)) == 0
 
 
-def test_another_salt_or_adapter_is_another_page(server):
-    """SGLang begins the hashes with them."""
-    pool = cpu.mha("page_first")
-    tokens = saved(pool, server, 4)
-    other = cpu.hashes_of(tokens, prior="ab" * 32)
-    with running(pool, server) as one:
-        assert one.storage_backend.batch_exists(cpu.hashes_of(tokens)) == 4
-        assert one.storage_backend.batch_exists(other) == 0
+def fill(extra, tokens):
+    """In a process of its own, with another host memory."""
+    cpu.publish(MODELS / "a")
+    pool = cpu.mha("page_first", pages=9)
+    cpu.scramble(pool, 5)
+    one = cpu.controller(pool, "dynamic", extra)
+    os._exit(cpu.backup(one, tokens, pool.alloc(len(tokens))))
+
+
+def begin(function, *given):
+    code = f"from tests.integration import sglang_cases; sglang_cases.{function}{given!r}"
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE)
 
 
 def test_another_process_with_another_host_size_shares(server):
     tokens = prompt(6)
-    code = (
-        "import sys; from tests.integration import sglang_cases as cases, sglang_cpu as cpu\n"
-        "cpu.publish(cases.MODELS / 'a')\n"
-        "pool = cpu.mha('page_first', pages=9); cpu.scramble(pool, 5)\n"
-        f"one = cpu.controller(pool, 'dynamic', {settings(server)!r})\n"
-        f"tokens = {tokens!r}\n"
-        "print(cpu.backup(one, tokens, pool.alloc(len(tokens))), flush=True)\n"
-        "import os; os._exit(0)"
-    )
-    done = ran([sys.executable, "-c", code])
-    assert done.stdout.split()[-1:] == ["6"], done.stderr[-3000:]
+    assert begin("fill", settings(server), tokens).wait(cpu.WAIT_S) == 6
     theirs, pool = cpu.mha("page_first", pages=9), cpu.mha("page_first", pages=30)
     cpu.scramble(theirs, 5)
     with running(pool, server) as one:
@@ -317,16 +238,6 @@ def test_weights_that_are_replaced_end_it(server):
             assert cpu.prefetch(again, tokens)[0] == 4
 
 
-def test_a_file_that_changed_since_the_start_names_nothing(server):
-    tokens = saved(cpu.mha("page_first"), server, 4)
-    weights = MODELS / "b" / "model.safetensors"
-    with told(model_path=MODELS / "b"):
-        assert hits(cpu.mha("page_first"), server, saved(cpu.mha("page_first"), server, 4)) == 4
-        os.utime(weights)  # its time of change is now
-        tokens = saved(cpu.mha("page_first"), server, 4)
-        assert hits(cpu.mha("page_first"), server, tokens) == 0
-
-
 # ---- side pools ----------------------------------------------------------------------------------
 
 
@@ -342,13 +253,20 @@ def test_side_pools_with_holes_end_where_files_end(server, tmp_path):
             cpu.scramble(pool)
         for _ in range(30):
             names = cpu.hashes_of(prompt(12))
-            for name in pools:
+            for name in (PoolName.INDEXER, PoolName.SWA, PoolName.KV):
                 missing = 0.05 if name == PoolName.KV else 0.2
                 kept = [at for at in range(12) if choose.random() > missing]
                 indices = torch.cat([torch.arange(at * 64, at * 64 + 64) for at in kept])
                 for each in both:
                     transfer = PoolTransfer(name, indices, keys=[names[at] for at in kept])
                     assert all(each.batch_set_v2([transfer])[name])
+            memory, end = pools[PoolName.KV].kv_buffer, min({*range(13)} - {*kept})
+            saved_bytes = memory.clone()
+            memory.zero_()
+            read = both[0].batch_get_v1(names, torch.arange(12 * 64))
+            assert read == [at < end for at in range(12)] and not memory[:, 64 * end :].any()
+            memory[:, 64 * end :] = saved_bytes[:, 64 * end :]
+            assert torch.equal(memory.view(torch.int16), saved_bytes.view(torch.int16))
             trailing = PoolTransfer(PoolName.SWA, keys=names[: choose.randint(1, 3)],
                                     hit_policy=PoolHitPolicy.TRAILING_PAGES)  # fmt: skip
             for asked in ([PoolTransfer(PoolName.INDEXER)], [trailing],
@@ -431,32 +349,13 @@ def rank(number, socket, store, begin):
 
 @pytest.mark.extended
 def test_two_ranks_take_the_shortest_hit_and_what_both_may_end_at(server, tmp_path):
-    begun = []
-    for number in range(2):
-        given = (number, str(server.socket), str(tmp_path / "store"), 1 << 20)
-        code = f"from tests.integration import sglang_cases as cases; cases.rank{given!r}"
-        begun.append(
-            subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE)
-        )
-    for one in begun:
+    given = str(server.socket), str(tmp_path / "store"), 1 << 20
+    for one in [begin("rank", number, *given) for number in range(2)]:
         said, _ = one.communicate(timeout=cpu.WAIT_S)
         assert said.split()[-2:] == [b"6", b"3"]
 
 
 # ---- faults --------------------------------------------------------------------------------------
-
-
-def calls_of(storage, tokens, indices):
-    names = cpu.hashes_of(tokens)
-    none, transfer = [False] * len(names), PoolTransfer(PoolName.KV, indices, keys=names)
-    return {
-        "exists": (lambda: storage.batch_exists(names), 0, 0.1),
-        "exists_v2": (lambda: storage.batch_exists_v2(names, []).kv_hit_pages, 0, 0.1),
-        "get": (lambda: storage.batch_get_v1(names, indices), none, 5.0),
-        "set": (lambda: storage.batch_set_v1(names, indices), none, 5.0),
-        "get_v2": (lambda: storage.batch_get_v2([transfer]), {PoolName.KV: none}, 5.0),
-        "set_v2": (lambda: storage.batch_set_v2([transfer]), {PoolName.KV: none}, 5.0),
-    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -483,7 +382,14 @@ def test_each_call_ends_without_its_server(tmp_path, fault):
         with running(pool, one) as controller:
             storage, tokens = controller.storage_backend, prompt(4)
             indices = pool.alloc(len(tokens))
-            for name, (call, miss, bound_s) in calls_of(storage, tokens, indices).items():
+            names, none = cpu.hashes_of(tokens), [False] * 4
+            transfer = PoolTransfer(PoolName.KV, indices, keys=names)
+            calls = {
+                "exists": (lambda: storage.batch_exists(names), 0, 0.1),
+                "get": (lambda: storage.batch_get_v1(names, indices), none, 5.0),
+                "set": (lambda: storage.batch_set_v2([transfer])[PoolName.KV], none, 5.0),
+            }
+            for name, (call, miss, bound_s) in calls.items():
                 if fault == "stopped":
                     one.pause()
                 elif fault == "killed":
@@ -505,6 +411,17 @@ def test_each_call_ends_without_its_server(tmp_path, fault):
         one.kill()
 
 
+def test_a_batch_has_the_time_that_its_server_takes_to_answer():
+    pool = cpu.mha("page_first")
+    tokens = prompt(4)
+    with serving(ram_bytes=64 << 20) as one, running(pool, one) as controller:
+        indices = pool.alloc(len(tokens))
+        assert cpu.backup(controller, tokens, indices) == 4
+        one.pause()
+        threading.Timer(0.3, one.resume).start()
+        assert all(controller.storage_backend.batch_get_v1(cpu.hashes_of(tokens), indices))
+
+
 def test_every_page_of_a_thousand_is_on_nvme_behind_little_ram(tmp_path):
     """RAM of 128 slots. Then a crash of the server and a warm restart, and a damaged byte."""
     pool, count = cpu.mha("page_first", pages=1010), 1000
@@ -520,29 +437,24 @@ def test_every_page_of_a_thousand_is_on_nvme_behind_little_ram(tmp_path):
         def held() -> int:
             return sum(kept.server.known(kept.pages.keys(names)))
 
-        def again(before: bytes) -> None:
-            one.start()
-            wait_for(lambda: held() and kept.server._client.server != before, "back")
-
         stats = kept.server._client.stats
         wait_for(lambda: stats().get("queued", 1) == 0, "all is written")
         assert stats()["nvme_held"] >= 0.99 * count
-        first = kept.server._client.server
         one.kill()
-        again(first)
-        assert held() >= 0.99 * count, "warm"
+        one.start()
+        wait_for(lambda: held() >= 0.99 * count, "warm")
         pool.free(indices[: 64 * 200])
         there = kept.server.known(kept.pages.keys(names))
         chosen = [at for at, is_there in enumerate(there) if is_there][-128:]
         into, pages = torch.arange(64 * 128), [indices[64 * at : 64 * at + 64] for at in chosen]
         assert all(storage.batch_get_v1([names[at] for at in chosen], into))
         assert cpu.equal(pool, torch.cat(pages), pool, into)
-        second = kept.server._client.server
         one.stop()
         for file in [path for path in tmp_path.rglob("*") if path.is_file()]:
             for at in range(file.stat().st_size // 8, file.stat().st_size, PAGE_BYTES // 2):
                 flip(file, at)
-        again(second)
+        one.start()
+        wait_for(held, "back")
         done = storage.batch_get_v1(names[-300:-200], into[: 64 * 100])
         read = sum(done)
         assert not all(done), "nothing of it was damaged"
@@ -605,7 +517,7 @@ def test_over_tcp_bytes_are_equal(tmp_path, tls):
         files = {"server_ca": "ours.pem", "server_cert": "ours-host.pem"}
         files |= {"server_key": "ours-host.key"}
         keys = {key: str(made / file) for key, file in files.items()}
-    with serving(place, flags=["--insecure"] * (not tls), ram_bytes=64 << 20, **keys) as one:
+    with serving(place, flags=["--insecure"] * (not tls), ram_bytes=64 << 20, **keys):
         far = cpu.PLUGIN | {"server": place} | keys
         controller = cpu.controller(pool, "dynamic", far)
         tokens = prompt(8)
@@ -613,11 +525,6 @@ def test_over_tcp_bytes_are_equal(tmp_path, tls):
         assert cpu.backup(controller, tokens, begin) == 8
         found, read, indices = cpu.prefetch(controller, tokens)
         assert (found, read) == (8, 8) and cpu.equal(pool, begin, pool, indices)
-        one.pause()
-        began = time.monotonic()
-        assert controller.storage_backend.batch_exists(cpu.hashes_of(tokens)) == 0
-        assert time.monotonic() - began < 0.1 + SLACK_S
-        one.resume()
         controller.detach_storage_backend()
 
 

@@ -75,20 +75,19 @@ requests; HiCache's, of which each pool tells what decides; where a model is fou
 files' content is named."""
 
 
-def identity(arguments: Mapping[str, Any], changed: str = "") -> dict[str, Any]:
+def identity(arguments: Mapping[str, Any], *, replaced: int = 0) -> dict[str, Any]:
     """The identity, as JSON. Blocks for two minutes at most, while files are read for the first
-    time. ``arguments``: SGLang's. ``changed``: why the weights are not those of the files."""
-    walk, whys, files = Walk(), [changed] if changed else [], dict[str, str]()
+    time. ``arguments``: SGLang's. ``replaced``: how often the weights were, in this engine."""
+    walk, whys = Walk(), ["weights were replaced in the running engine"] if replaced else []
     told = {name: value for name, value in arguments.items() if name not in DOES_NOT}
     found: dict[str, Any] = {
         "arguments": {name: walk.plain(value, f"--{name}") for name, value in told.items()},
         "software": versions(_PACKAGES),
         "device": hardware("cuda" if torch.cuda.is_available() else "cpu"),
         "environment": variables(_VARIABLES, _VARIABLES_DO_NOT),
-        "files": files,
     }
     try:
-        files.update(_digests(arguments))
+        found["files"] = dict(_digests(arguments))
     except (DigestError, OSError) as error:
         whys.append(str(error) or "the files were not read in time")
     whys += walk.unnamed
@@ -103,11 +102,17 @@ def _digests(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"weights of --load-format {load_format} are in no file that kvtier can read"
         )
     for name, path, revision in _named(arguments):
-        yield name, _digest(path, revision, is_model=name == "model_path")
-    if arguments.get("trust_remote_code"):
-        place = local(str(arguments["model_path"]), arguments.get("revision")) or Path()
-        if re.search(r'"[\w./-]+--', (place / "config.json").read_text("utf-8")):
+        if (place := local(path, revision)) is None:
+            raise DigestError(f"{path} is no local file, and not in the hub's cache")
+        files = content_files(place, configured=False)
+        if name == "model_path" and not has_weights(files):
+            raise DigestError(f"{path} has no weights")
+        remote = name == "model_path" and arguments.get("trust_remote_code")
+        if remote and re.search(r'"[\w./-]+--', (place / "config.json").read_text("utf-8")):
             raise DigestError("the model's code is that of another repository")
+        if young := [file for file in files if os.stat(file).st_ctime > _started()]:
+            raise DigestError(f"{young[0]} has changed since the engine started")
+        yield name, files_digest(files)
 
 
 def _named(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
@@ -120,19 +125,6 @@ def _named(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]
     for number, one in enumerate(adapters):
         told = one.get("lora_path") if isinstance(one, Mapping) else getattr(one, "lora_path", one)
         yield f"adapter {number}", str(told).rpartition("=")[2], None
-
-
-def _digest(path: str, revision: str | None, *, is_model: bool) -> str:
-    place = local(path, revision)
-    if place is None:
-        raise DigestError(f"{path} is no local file, and not in the hub's cache")
-    files = content_files(place, configured=False)
-    if is_model and not has_weights(files):
-        raise DigestError(f"{path} has no weights")
-    for file in files:
-        if os.stat(file).st_ctime > _started():
-            raise DigestError(f"{file} has changed since the engine started")
-    return files_digest(files)
 
 
 def _started() -> float:

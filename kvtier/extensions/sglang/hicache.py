@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "alloca
 _SCHEDULER_S, _FIND_S, _BATCH_S, _ATTACH_S, _CLOSE_S = 0.1, 1.0, 5.0, 10.0, 2.0
 _SPARE_S, _POLL_S = 0.5, 0.02
 """A batch stops waiting for the server ``_SPARE_S`` before its end."""
-_FEW_TOKENS, _QUEUED_CALLS = 16, 64
+_ANSWER_MS, _FEW_TOKENS, _QUEUED_CALLS = 1000, 16, 64
 _LANES, _THREADS = ("find", "load", "save", "open"), 2
 """A lookup never queues behind copies, nor a load behind saves."""
 
@@ -77,6 +77,10 @@ class StoredPool:
             return self.pool.get_split_heads_page_buffer_meta(indices, self._groups)
         return self.pool.get_page_buffer_meta(indices)
 
+    def close(self, _: object) -> None:
+        if self.server is not None:
+            self.server.close()
+
 
 class HiCachePages(HiCacheStorage):
     """One rank's pages. Raises ConfigError for settings that kvtier does not know."""
@@ -84,6 +88,7 @@ class HiCachePages(HiCacheStorage):
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         extra = storage_config.extra_config or {}
         given = {key: value for key, value in extra.items() if key not in _SGLANGS}
+        given = {"server_timeout_ms": _ANSWER_MS} | given
         self._config = settings(given, where="--hicache-storage-backend-extra-config")
         extra["interface_v1"] = 1  # SGLang looks next: by its older calls pages are copied twice
         self._ranks, self._scheduler = storage_config, threading.get_ident()
@@ -95,9 +100,9 @@ class HiCachePages(HiCacheStorage):
             for name in _LANES
         }
         self._updates = _updates()
-        changed = "weights were replaced in the running engine" if self._updates else ""
         arguments = dict(get_context().resolved_server_args_dict())
-        self._engine = future_of(self._lanes["open"], partial(identity, arguments, changed))
+        identify = partial(identity, arguments, replaced=self._updates)
+        self._engine = future_of(self._lanes["open"], identify)
 
     # ---- pools -----------------------------------------------------------------------------------
 
@@ -117,10 +122,9 @@ class HiCachePages(HiCacheStorage):
             return
         if not stored.pages.sizes:
             return
-        if name == "kv" and stored.pages.page_tokens < _FEW_TOKENS:
-            logger.warning(
-                "--page-size %d: such chunks are slow; give 64", stored.pages.page_tokens
-            )
+        tokens = stored.pages.page_tokens
+        if name == "kv" and tokens < _FEW_TOKENS:
+            logger.warning("--page-size %d: such chunks are slow; give 64", tokens)
         opens = partial(safely, self._counts, partial(self._open, stored), None)
         stored.opening = future_of(self._lanes["open"], opens)
 
@@ -141,8 +145,7 @@ class HiCachePages(HiCacheStorage):
         stored.server = server
 
     def on_host_pools_registered(self) -> None:
-        """Wait for the server, ten seconds at most: until all pools have their room, no prefix can
-        be found."""
+        """Wait, ten seconds at most: until every pool has its room, no prefix can be found."""
         opening = [one.opening for one in self._pools.values() if one.opening]
         if late := wait(opening, _ATTACH_S).not_done:
             logger.warning("%d pools: misses until the kvtier server is ready", len(late))
@@ -179,16 +182,12 @@ class HiCachePages(HiCacheStorage):
     def _found_by_all(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
         """The longest prefix of which each pool has what it needs, and the set of all such."""
         stored = self._stored("kv")
-        if stored is None or not (stored.server or transfers):
-            return PoolTransferResult.empty()
-        count = len(keys)
-        if stored.server is not None:
+        count = len(keys) if stored is not None and transfers else 0
+        if stored is not None and stored.server is not None:
             count = stored.server.find(stored.pages.keys(keys)) // stored.pages.count
         hits, ends = ({PoolName.KV: count} if count else {}), set(range(1, count + 1))
         for one in transfers:
-            if not ends:
-                break
-            own = self._ends(one, keys[:count])
+            own = self._ends(one, keys[:count]) if ends else ends
             if own:
                 hits[one.name] = max(own)
             ends &= own
@@ -208,24 +207,23 @@ class HiCachePages(HiCacheStorage):
 
     # ---- moves -----------------------------------------------------------------------------------
 
-    def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+    def _move_kv(
+        self, keys: Any, host_indices: Any, extra_info: Any = None, *, saves: bool
+    ) -> list[bool]:
         one = PoolTransfer(PoolName.KV, host_indices, keys=keys)
-        return self._move_each([one], saves=False)[PoolName.KV]
+        return self._move_each([one], saves=saves)[PoolName.KV]
 
-    def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
-        one = PoolTransfer(PoolName.KV, host_indices, keys=keys)
-        return self._move_each([one], saves=True)[PoolName.KV]
-
-    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        return self._move_each(transfers, saves=False)
-
-    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        return self._move_each(transfers, saves=True)
-
-    def _move_each(self, transfers: Sequence[Any], *, saves: bool) -> dict[str, list[bool]]:
+    def _move_each(
+        self, transfers: Any, extra_info: Any = None, *, saves: bool
+    ) -> dict[str, list[bool]]:
         """All of a call's pools within one bound."""
         until = time.monotonic() + _BATCH_S
         return {one.name: self._move(one, until, saves=saves) for one in transfers}
+
+    batch_get_v1 = partialmethod(_move_kv, saves=False)
+    batch_set_v1 = partialmethod(_move_kv, saves=True)
+    batch_get_v2 = partialmethod(_move_each, saves=False)
+    batch_set_v2 = partialmethod(_move_each, saves=True)
 
     def _move(self, of: Any, until: float, *, saves: bool) -> list[bool]:
         """Of each page, whether it is held (``saves``), or was read."""
@@ -244,11 +242,11 @@ class HiCachePages(HiCacheStorage):
             if saves:
                 return server.save(keys, transfer.fill, until - _SPARE_S)
             server.load(keys, transfer.take, until - _SPARE_S)
-            return transfer.taken
+            return transfer.copied
 
         held = within(lane, self._counts, move, [False] * len(keys), until - begun)
         transfer.end()
-        pages = stored.pages.whole(held if saves else transfer.taken)
+        pages = stored.pages.whole(held if saves else transfer.copied)
         moved, outcome = sum(pages), "stored" if saves else "loaded"
         self._counts.update({outcome: moved, f"not_{outcome}": len(pages) - moved})
         if of.name == "kv" and moved and self._stats is not None:
@@ -287,12 +285,7 @@ class HiCachePages(HiCacheStorage):
             lane.close(_CLOSE_S)
         for stored in self._pools.values():
             if stored.opening is not None:
-                stored.opening.add_done_callback(partial(_close, stored))
-
-
-def _close(stored: StoredPool, _: object) -> None:
-    if stored.server is not None:
-        stored.server.close()
+                stored.opening.add_done_callback(stored.close)
 
 
 def _metrics() -> Any:

@@ -10,23 +10,17 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from functools import partialmethod
 
 
 class Transfer:
     """Copies of one call, made without the GIL. ``pieces``: of each chunk, addresses and bytes in
-    host memory. ``taken``: which chunks have been read."""
+    host memory. ``copied``: which chunks have been."""
 
     def __init__(self, chunks: int) -> None:
         self.pieces: Sequence[Sequence[tuple[int, int]]] = ()
-        self.taken = [False] * chunks
+        self.copied = [False] * chunks
         self._lock, self._over = threading.Lock(), False
-
-    def fill(self, place: int, slot: memoryview) -> bool:
-        return self._copy(place, slot, fills=True)
-
-    def take(self, place: int, slot: memoryview) -> bool:
-        self.taken[place] = self._copy(place, slot, fills=False)
-        return self.taken[place]
 
     def _copy(self, place: int, slot: memoryview, *, fills: bool) -> bool:
         """With zeros behind the pieces in a slot, which may have held another prompt."""
@@ -39,7 +33,11 @@ class Transfer:
                 at += size
             if fills:
                 ctypes.memset(at, 0, first + len(slot) - at)
+            self.copied[place] = True
             return True
+
+    fill = partialmethod(_copy, fills=True)
+    take = partialmethod(_copy, fills=False)
 
     def end(self) -> None:
         """Copy nothing more. Waits for a chunk that is being copied."""
