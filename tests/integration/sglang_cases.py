@@ -412,8 +412,7 @@ def test_each_call_ends_without_its_server(tmp_path, fault):
 
 
 def test_a_batch_has_the_time_that_its_server_takes_to_answer():
-    pool = cpu.mha("page_first")
-    tokens = prompt(4)
+    pool, tokens = cpu.mha("page_first"), prompt(4)
     with serving(ram_bytes=64 << 20) as one, running(pool, one) as controller:
         indices = pool.alloc(len(tokens))
         assert cpu.backup(controller, tokens, indices) == 4

@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
 
 import pytest
 
@@ -70,15 +71,15 @@ def test_a_server_beside_the_engine_ends_by_itself_and_last(home, tmp_path, end,
     room = {"KVTIER_RAM_BYTES": "8MiB", "KVTIER_SLOT_BYTES": "4096B", "KVTIER_ADMIN": "off"}
     room |= {"KVTIER_NVME_PATH": tmp_path / "nvme", "KVTIER_NVME_BYTES": "8MiB"}
     command = [sys.executable, "-m", "kvtier", "launch", "--", *SERVE]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = bare(PYTHONPATH=home, STAYS=1, **room)
-    with subprocess.Popen(command, env=env, **pipes) as launched:
+    launched: Any = Popen(command, env=env, stdout=PIPE, stderr=PIPE)
+    with launched:
         words = json.loads(launched.stdout.readline())
         assert words[2:5] == ["--enable-hierarchical-cache", "--page-size", "64"]
         folder = Path(json.loads(words[-1])["server"].removeprefix("unix://")).parent
         launched.send_signal(end)
         assert launched.wait(DEADLINE_S) == status
-        assert "started beside it" in launched.stderr.read()
+        assert b"started beside it" in launched.stderr.read()
     wait_for(lambda: not folder.exists(), "the server has ended")
     assert [one.closed for one in map(check, tier_folders(tmp_path / "nvme"))] == [True]
 
