@@ -35,7 +35,7 @@ _EVERYBODYS = (
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _TYPED, _SI_KERNEL = {signal.SIGINT, signal.SIGQUIT}, 0x80
-"""What a terminal sends to parent and child alike."""
+"""Signals that a terminal sends to parent and child alike."""
 _PASSED = _TYPED | {signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 
 
