@@ -85,8 +85,8 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def parent() -> int | None:
-    """None in a child of this process, which is killed with it. Here the exit status that a shell
-    would tell of the child, which gets this process's signals."""
+    """Fork. Returns None in the child, which is killed with this process and gets its signals, and
+    here, at the child's end, the exit status that a shell would tell."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)
     child = os.fork()
     if not child:

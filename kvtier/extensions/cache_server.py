@@ -168,7 +168,7 @@ class Attached:
 
         The last part of the run is saved first, because the server takes the last to come for the
         hottest. A part is an eighth of RAM: its slots can be evicted when the next one needs them.
-        No part begins while more than one waits to be written below RAM: it would be evicted first.
+        No part begins while more than a part waits to be written below RAM, which would evict it.
         """
         pool = self._client.pool
         most = max(1, pool.slots // _RAM_PARTS) if pool is not None else len(keys)

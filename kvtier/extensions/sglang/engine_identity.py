@@ -36,7 +36,7 @@ _PLACES = {
     **dict.fromkeys(("uno_lora_path", "quantization_param_path"), ""),
     **dict.fromkeys(("speculative_token_map", "kt_weight_path"), ""),
 }
-"""Arguments that name a folder or file whose content decides, and their revisions'."""
+"""Arguments that name a folder or file whose content decides, and those with its revision."""
 _VARIABLES = re.compile("SGLANG_|SGL_|" + FAMILIES.pattern)
 _VARIABLES_DO_NOT = re.compile(
     "SGLANG_(RUN_ID|PORT|CACHE_DIR|TORCH_PROFILER_DIR"
@@ -76,8 +76,8 @@ files' content is named."""
 
 
 def identity(arguments: Mapping[str, Any], *, replaced: int = 0) -> dict[str, Any]:
-    """The identity, as JSON. Blocks for two minutes at most, while files are read for the first
-    time. ``arguments``: SGLang's. ``replaced``: how often the weights were, in this engine."""
+    """Make the identity, as JSON. Blocks for two minutes at most, while files are first read.
+    ``arguments``: SGLang's. ``replaced``: how often the weights were, in this engine."""
     walk, whys = Walk(), ["weights were replaced in the running engine"] if replaced else []
     told = {name: value for name, value in arguments.items() if name not in DOES_NOT}
     found: dict[str, Any] = {
@@ -95,7 +95,7 @@ def identity(arguments: Mapping[str, Any], *, replaced: int = 0) -> dict[str, An
 
 
 def _digests(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Of what the arguments name. Raises DigestError or OSError where one is unknown."""
+    """Digest the places that arguments name. DigestError or OSError if one is unknown."""
     load_format = str(getattr(arguments.get("load_format"), "value", arguments.get("load_format")))
     if load_format not in FROM_FOLDER:
         raise DigestError(
@@ -116,7 +116,7 @@ def _digests(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _named(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
-    """Name, path and revision of each place whose content decides."""
+    """Yield name, path and revision of each place whose content decides."""
     for name, revision in _PLACES.items():
         if arguments.get(name):
             yield name, str(arguments[name]), arguments.get(revision)
@@ -128,7 +128,7 @@ def _named(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]
 
 
 def _started() -> float:
-    """When this process began, in seconds since the epoch."""
+    """Return the time at which this process began, in seconds since the epoch."""
     ticks = int(Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()[19])
     since = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - since

@@ -41,10 +41,10 @@ logger.addFilter(LogLimit(20, 60.0))
 _SGLANGS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
 _SCHEDULER_S, _FIND_S, _BATCH_S, _ATTACH_S, _CLOSE_S = 0.1, 1.0, 5.0, 10.0, 2.0
 _SPARE_S, _POLL_S = 0.5, 0.02
-"""A batch stops waiting for the server ``_SPARE_S`` before its end."""
+"""Time before a batch's end at which it stops waiting for the server, and of one poll."""
 _ANSWER_MS, _FEW_TOKENS, _QUEUED_CALLS = 1000, 16, 64
 _LANES, _THREADS = ("find", "load", "save", "open"), 2
-"""A lookup never queues behind copies, nor a load behind saves."""
+"""Lanes by kind of call: a lookup never queues behind copies, nor a load behind saves."""
 
 
 class StoredPool:
@@ -66,13 +66,13 @@ class StoredPool:
         self.pages = PoolPages(name, layout, dtype, tokens, sizes, groups)
 
     def pieces(self, indices: Any) -> list[list[tuple[int, int]]]:
-        """Of the chunks of the pages that begin at every ``page_tokens``-th index."""
+        """Return each chunk's pieces (address, bytes), of pages whose tokens lie at ``indices``."""
         pieces = list(zip(*self._addresses(indices), strict=True))
         count = len(self.pages.sizes)
         return [pieces[at : at + count] for at in range(0, len(pieces), count)]
 
     def _addresses(self, indices: Any) -> Any:
-        """And sizes, page by page, of each its head groups one after another."""
+        """Return addresses and sizes, page by page, of each its head groups one after another."""
         if self._groups:
             return self.pool.get_split_heads_page_buffer_meta(indices, self._groups)
         return self.pool.get_page_buffer_meta(indices)
@@ -83,7 +83,7 @@ class StoredPool:
 
 
 class HiCachePages(HiCacheStorage):
-    """One rank's pages. Raises ConfigError for settings that kvtier does not know."""
+    """Storage of one rank's pages. Raises ConfigError for settings that kvtier does not know."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         extra = storage_config.extra_config or {}
@@ -129,7 +129,7 @@ class HiCachePages(HiCacheStorage):
         stored.opening = future_of(self._lanes["open"], opens)
 
     def _open(self, stored: StoredPool) -> None:
-        """On a lane: the server makes room for the pool's size of chunks."""
+        """Have the server make room for the pool's chunk size. On a lane."""
         assert self._engine is not None
         engine = self._engine.result() | tenant(self._config)
         kinds = [kind.__name__ for kind in type(stored.pool).__mro__]
@@ -151,8 +151,8 @@ class HiCachePages(HiCacheStorage):
             logger.warning("%d pools: misses until the kvtier server is ready", len(late))
 
     def _stored(self, name: str) -> StoredPool | None:
-        """The pool, once its server is there. None also after weights were replaced: pages of
-        both are under way then, and none tells of which it is."""
+        """Return the pool, once its server is there. None also after weights were replaced: pages
+        of both are on their way then, and none tells of which it is."""
         stored = self._pools.get(name)
         if stored is None or (stored.server is None and stored.pages.sizes):
             return None
@@ -180,7 +180,7 @@ class HiCachePages(HiCacheStorage):
         return found
 
     def _found_by_all(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
-        """The longest prefix of which each pool has what it needs, and the set of all such."""
+        """Find the longest prefix of which each pool has what it needs, and the set of all such."""
         stored = self._stored("kv")
         count = len(keys) if stored is not None and transfers else 0
         if stored is not None and stored.server is not None:
@@ -197,7 +197,7 @@ class HiCachePages(HiCacheStorage):
         stored, policy = self._stored(transfer.name), transfer.hit_policy
         if stored is None or stored.server is None:
             return set()
-        # From the end where only the end counts: over TCP only so many gaps are looked behind.
+        # From the end if only the end counts: over TCP only so many gaps are looked behind.
         step = 1 if policy == "all_pages" else -1
         held = stored.pages.whole(stored.server.known(stored.pages.keys(keys[::step])))[::step]
         ends = legal_ends(policy, held, len(transfer.keys or ()))
@@ -216,7 +216,7 @@ class HiCachePages(HiCacheStorage):
     def _move_each(
         self, transfers: Any, extra_info: Any = None, *, saves: bool
     ) -> dict[str, list[bool]]:
-        """All of a call's pools within one bound."""
+        """Move the pages of all pools of a call, within one bound. Returns a flag for each page."""
         until = time.monotonic() + _BATCH_S
         return {one.name: self._move(one, until, saves=saves) for one in transfers}
 
@@ -226,7 +226,7 @@ class HiCachePages(HiCacheStorage):
     batch_set_v2 = partialmethod(_move_each, saves=True)
 
     def _move(self, of: Any, until: float, *, saves: bool) -> list[bool]:
-        """Of each page, whether it is held (``saves``), or was read."""
+        """Save or load pages. Returns for each whether it is held (``saves``), or was read."""
         stored, begun = self._stored(of.name), time.monotonic()
         hashes, indices = of.keys or [], of.host_indices
         if stored is None or stored.server is None or not hashes:
@@ -257,8 +257,8 @@ class HiCachePages(HiCacheStorage):
         return pages
 
     def _by_tensors(self, *_: Any, **__: Any) -> None:
-        """Nothing. SGLang calls batch_get and batch_set in _generic_page_get and _generic_page_set
-        (managers/cache_controller.py) alone, which interface_v1 replaces, and the others never."""
+        """Do nothing. SGLang calls batch_get and batch_set in _generic_page_* of its
+        managers/cache_controller.py alone, which interface_v1 replaces, and the others never."""
 
     get = set = exists = batch_get = batch_set = _by_tensors
 
@@ -271,7 +271,7 @@ class HiCachePages(HiCacheStorage):
                 within(self._lanes["find"], self._counts, stored.server.clear, None, _FIND_S)
 
     def get_stats(self) -> Any:
-        """Batches since the last call, for SGLang's metrics. None: they are off."""
+        """Take the batches since the last call, for SGLang's metrics. None if those are off."""
         if self._stats is None:
             return None
         counts = self._counts.copy()
@@ -302,6 +302,6 @@ def _metric() -> Any:
 
 
 def _updates() -> int:
-    """How often weights, or their version, were replaced since the engine started."""
+    """Count how often weights, or their version, were replaced since the engine started."""
     log = get_context().overrides_log()
     return sum("weight_version" in fields or "model_path" in fields for _, fields in log)

@@ -23,7 +23,7 @@ class Transfer:
         self._lock, self._over = threading.Lock(), False
 
     def _copy(self, place: int, slot: memoryview, *, fills: bool) -> bool:
-        """With zeros behind the pieces in a slot, which may have held another prompt."""
+        """Copy a chunk. A slot is filled up with zeros: it may have held another prompt."""
         first = at = ctypes.addressof(ctypes.c_char.from_buffer(slot))
         with self._lock:
             if self._over:
