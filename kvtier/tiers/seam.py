@@ -235,8 +235,7 @@ class Draft(Protocol):
         """Return whether loading a hit is ever faster than computing it, and show from which
         length. ``latency_s``: to the first byte, instead of the section's."""
 
-    def set(self, key: str, value: Value, source: str, reason: str) -> None:
-        """Set a key."""
+    def set(self, key: str, value: Value, source: str, reason: str) -> None: ...
 
     def show(self, key: str, value: Value, source: str, reason: str) -> None:
         """Show a fact that led to the plan."""
