@@ -1,1 +1,1 @@
-"""The scheduler's half of the connector: what runs in vLLM's scheduling loop."""
+"""Half of the connector in the scheduler: what runs in vLLM's scheduling loop."""

@@ -1,9 +1,9 @@
-"""Where the hit of a prompt may end: the table that LoadPolicy chooses a row of. Looks into the
+"""Hit table: where the hit of a prompt may end. LoadPolicy chooses one of its rows. Looks into the
 store's memory and claims nothing.
 
 With full attention alone every leading part of a run serves. With other groups a hit ends where all
-of them have what they need, so each row is a run of its own, which is loaded whole or not at all.
-"""
+of them have what they need, so each row is a run of its own, which is loaded whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier.load_policy.choose import HitEnd
 
 
 def longest_hit(geometry: Geometry, tokens: int) -> int:
-    """Tokens of the longest hit that a prompt may have. 0: no whole chunk."""
+    """Return the tokens of the longest hit that a prompt may have, 0 without a whole chunk."""
     size = geometry.chunk_tokens
     return min(geometry.last_end(tokens), tokens // size * size)
 
@@ -29,16 +29,16 @@ def longest_hit(geometry: Geometry, tokens: int) -> int:
 
 
 def tokens_with(geometry: Geometry, begin: int, run: Run, pieces: int) -> int:
-    """Tokens that the first ``pieces`` pieces of a run give, in whole blocks. One token at least
-    is left to compute."""
+    """Return the tokens up to the end of a run's first ``pieces`` pieces, in whole blocks. One
+    token at least is left to compute."""
     return min(geometry.tokens(geometry.first(begin), pieces), run.end)
 
 
 def ends_of_parts(
     geometry: Geometry, begin: int, run: Run, result: LookupResult
 ) -> tuple[list[int], list[HitEnd]]:
-    """A row for each step of the lookup, and the pieces that it loads. Between two steps waiting
-    grows evenly while what a piece saves grows with its depth, so the best end is a step's."""
+    """Return the pieces of each row, and the rows, one for each step of the lookup. Between two
+    steps waiting grows evenly, and what a piece saves with its depth: the best end is a step's."""
 
     def saved(pieces: int) -> int:
         return max(0, tokens_with(geometry, begin, run, pieces) - begin)
@@ -64,7 +64,7 @@ class WholeHit(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """No shared tier has to be asked for a part of it."""
+        """Whether no shared tier has to be asked for a part of it."""
         return self.result.known == self.run.length
 
     def end(self, begin: int) -> HitEnd:
@@ -75,14 +75,14 @@ class WholeHit(NamedTuple):
 
 
 class WholeHits:
-    """``begin``: tokens of the prompt that vLLM has by itself."""
+    """Whole hits of a prompt. ``begin``: tokens of it that vLLM has by itself."""
 
     def __init__(
         self, store: KVStore, geometry: Geometry, keys: Sequence[ChunkKey], begin: int
     ) -> None:
         self._store, self._geometry, self._keys, self._begin = store, geometry, keys, begin
         self.known = 0
-        """Tokens of whose chunks the anchors have all pieces, once :meth:`rows` has looked."""
+        """Tokens of chunks of which the anchors have all pieces, once :meth:`rows` has looked."""
 
     def run(self, end: int) -> Run:
         return self._geometry.run(self._keys, self._begin, end)
@@ -91,9 +91,9 @@ class WholeHits:
         return WholeHit(run, self._store.lookup(run.wanted))
 
     def rows(self, longest: WholeHit, missing: Container[int]) -> list[WholeHit | None]:
-        """The longest hit that is all in RAM (None: there is none), the longest one for each
-        tier that the anchors are in, and the longest one that a shared tier has to be asked for.
-        ``missing``: ends that turned out not to be there."""
+        """Return the longest hit that is all in RAM (or None), the longest one for each tier that
+        the anchors are in, and the longest one that a shared tier has to be asked for. ``missing``:
+        ends that turned out not to be there."""
         if longest.is_ready and longest.run.end not in missing:
             return [longest]
         steps = self._known_tokens(longest.result)
@@ -118,7 +118,7 @@ class WholeHits:
         return [ready, *found, *asked]
 
     def _possible(self, end: int) -> WholeHit | None:
-        """None where a piece behind its end is nowhere, and no tier can be asked for it."""
+        """Return a hit, or None if a piece behind its end is nowhere, nor can be asked for."""
         geometry, keys = self._geometry, self._keys
         behind = geometry.behind_keys(keys, end, self._begin)
         if behind:
@@ -128,8 +128,8 @@ class WholeHits:
         return self.of(self.run(end))
 
     def _known_tokens(self, result: LookupResult) -> list[int]:
-        """Tokens in chunks of which the anchors have all pieces: in RAM, then at each step of
-        the lookup."""
+        """Return the tokens in chunks of which the anchors have all pieces: in RAM, then at each
+        step of the lookup."""
         geometry, keys = self._geometry, self._keys
         first, size = geometry.first(self._begin), geometry.chunk_tokens
         if geometry.anchors[0].kind is not Kind.FULL:  # of the run only its end is needed

@@ -1,4 +1,4 @@
-"""The scheduler's half where there is no store: not yet, or never."""
+"""Half of the scheduler where there is no store: not yet, or never."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtier.connectors.vllm.metadata import RankLayout, StepMetadata, StepReport
 
 
 class IdleHalf:
-    """For an engine that kvtier does not serve: the methods of
+    """Half of an engine that kvtier does not serve: the methods of
     :class:`~kvtier.connectors.vllm.scheduler_side.scheduler.SchedulerHalf` that vLLM's hooks
     call."""
 
@@ -43,8 +43,8 @@ class IdleHalf:
 
 
 class StartingHalf(IdleHalf):
-    """Requests wait until each of ``ranks`` workers has told its layout. That takes one step,
-    without tokens if there is nothing to compute."""
+    """Half that lets requests wait until each of ``ranks`` workers has told its layout. That takes
+    one step, without tokens if there is nothing to compute."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -1,9 +1,8 @@
-"""An engine's process ends when the one that started it has died.
+"""Orphans: an engine's process ends when the one that started it has died.
 
 vLLM's front end ends its engine's processes, unless it is killed itself (``kill -9``, or the kernel
 for memory). Then the engine would live on for ever, without clients, with the GPU, the RAM tier and
-the NVMe folder, and the next start could have none of them.
-"""
+the NVMe folder, and the next start could have none of them."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 def end_with_parent() -> None:
-    """Have this process end as vLLM ends it, by SIGTERM, when its parent has died. Not in a
-    process that multiprocessing has not made: there the engine lives in its user's program,
-    whose parent is a shell."""
+    """End this process as vLLM does, by SIGTERM, when its parent has died. Not in a process that
+    multiprocessing has not made: there the engine lives in its user's program, whose parent is a
+    shell."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return

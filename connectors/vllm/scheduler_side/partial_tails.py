@@ -25,14 +25,14 @@ from kvtier.connectors.vllm.tables import NULL_BLOCK, State, Tables, blocks_of
 from kvtier.core.chunk import ChunkKey, KeyChain
 
 _MOST_TAILS = 128
-"""Ends within a chunk at which a tail is looked for, the last ones, once for each prompt. With a
-server one message asks of all of them."""
+"""Most ends within a chunk at which a tail is looked for, the last ones, once for each prompt. With
+a server one message asks of all of them."""
 
 
 def hit_unit(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> int:
-    """Hits may end at multiples of this within a block, in tokens. 0: they end with blocks. vLLM
-    settles it with the groups. kvtier was tried where all blocks are as long as a chunk, with
-    full attention and states and without drafts."""
+    """Return the unit in tokens of the ends that hits may have within a block, 0 if they end with
+    blocks. vLLM settles it with the groups. kvtier was tried where all blocks are as long as a
+    chunk, with full attention and states and without drafts."""
     unit = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or 0
     size = geometry.chunk_tokens
     proven = all(
@@ -47,11 +47,11 @@ def hit_unit(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> int:
 class _Found(NamedTuple):
     chain: KeyChain
     ends: dict[int, list[tuple[int, ChunkKey]]]
-    """By chunk: ends within it that the store knows, the longest first, and their names."""
+    """Chunk -> ends within it that the store knows, the longest first, and their keys."""
 
 
 class PartialTails:
-    """One engine's. ``unit``: see :func:`hit_unit`."""
+    """Partial tails of one engine. ``unit``: see :func:`hit_unit`."""
 
     def __init__(self, store: KVStore, geometry: Geometry, unit: int) -> None:
         self._store, self._geometry, self._unit = store, geometry, unit
@@ -61,9 +61,9 @@ class PartialTails:
     def pieces(
         self, prompt: Prompt, keys: Sequence[ChunkKey], told: Sequence[State], tables: Tables
     ) -> tuple[dict[ChunkKey, Piece], Tables]:
-        """Pieces of the tail whose states vLLM leaves in this step, and the tables with the
-        blocks of these states in them. ``told``: where they lie. vLLM has put each into a block
-        of its own, which it keeps for this step."""
+        """Return pieces of the tail whose states vLLM leaves in this step, and the tables with the
+        blocks of these states in them. ``told``: where they lie. vLLM has put each into a block of
+        its own, which it keeps for this step."""
         size = self._geometry.chunk_tokens
         ends = {tokens for *_, tokens in told if tokens % size}
         if not self._unit or len(ends) != 1:
@@ -92,8 +92,8 @@ class PartialTails:
     def hit(
         self, prompt: Prompt, keys: Sequence[ChunkKey], tokens: int, without: Container[int] = ()
     ) -> WholeHit | None:
-        """The longest hit that ends within the chunk behind the first ``tokens`` tokens, and of
-        which the store knows all pieces. ``without``: ends that turned out not to be there."""
+        """Return the longest hit that ends within the chunk behind the first ``tokens`` tokens, and
+        of which the store knows all pieces. ``without``: ends that turned out not to be there."""
         if not self._unit:
             return None
         size, begin = self._geometry.chunk_tokens, prompt.claim.begin

@@ -1,10 +1,9 @@
-"""The parts in which one load comes, from the first claim to the end. Pure: no store, no clock, no
+"""Parts in which one load comes, from the first claim to the end. Pure: no store, no clock, no
 vLLM.
 
 Parts are consecutive pieces of a run. Each is read into slots, copied into blocks by all ranks, and
 let go. Several may be under way. What counts in the end is :attr:`InParts.kept`: the leading pieces
-that every rank has confirmed.
-"""
+that every rank has confirmed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from enum import Enum
 class Stage(Enum):
     READING = "reading"
     COPYING = "copying"
-    """All of it is in slots, verified. They stay until all ranks have copied them."""
+    """Stage of a part that is in slots, verified, until all ranks have copied it."""
     COPIED = "copied"
     FAILED = "failed"
 
@@ -40,14 +39,14 @@ class InParts:
 
     def __init__(self, pieces: int) -> None:
         self.end = pieces
-        """Pieces that are loaded if nothing fails from now on."""
+        """Number of pieces that are loaded if nothing fails from now on."""
         self.kept = 0
-        """Leading pieces that all ranks have."""
+        """Number of leading pieces that all ranks have."""
         self._claimed = 0
         self._parts = deque[Part]()
 
     def claim(self, most: int) -> Part | None:
-        """The next part, of ``most`` pieces at most, is being read. None: nothing is left to
+        """Begin to read the next part, of ``most`` pieces at most. None if nothing is left to
         read."""
         size = min(most, self.end - self._claimed)
         if size <= 0:
@@ -66,8 +65,8 @@ class InParts:
         return self.kept == self.end and not self._parts
 
     def arrived(self, part: Part, ready: int) -> list[Part]:
-        """No more of the part will come than its first ``ready`` pieces. They are copied next.
-        If they are not all, the load ends with them."""
+        """End the read of a part with its first ``ready`` pieces, which are copied next. If they
+        are not all, the load ends with them."""
         assert part is self.reading
         assert 0 <= ready <= part.size
         whole = ready == part.size
@@ -80,7 +79,7 @@ class InParts:
         return self._end_at(part.end)
 
     def copied(self, part: Part, *, well: bool) -> list[Part]:
-        """Every rank has reported it. Where a copy failed the load ends before the part."""
+        """End a part's copy, which every rank has reported. A failed one cuts the load before."""
         assert part.stage is Stage.COPYING
         part.stage = Stage.COPIED if well else Stage.FAILED
         dropped = [] if well else self._end_at(part.begin)
@@ -91,7 +90,7 @@ class InParts:
         return dropped
 
     def cut(self) -> list[Part]:
-        """The load ends with what has arrived."""
+        """End the load with what has arrived."""
         first = self.reading
         return self._end_at(self._claimed if first is None else first.begin)
 

@@ -1,5 +1,5 @@
-"""Parts of a request besides its tokens that decide its KV: LoRA adapter, cache salt, multimodal
-input. And why a request ended."""
+"""Requests: parts of a request besides its tokens that decide its KV: LoRA adapter, cache salt,
+multimodal input. And why a request ended."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 _STOPS = {str(stop): stop for stop in STOPS}
 CACHE = "kvtier.cache"
-"""In a request's ``kv_transfer_params``: false keeps kvtier out of the request."""
+"""Key of a request's ``kv_transfer_params``: false keeps kvtier out of the request."""
 _ADAPTER_WAIT_S = 5.0
-"""A request waits this long for the digest of an adapter's files."""
+"""Longest wait of a request for the digest of an adapter's files."""
 _PLACE_OF_ADAPTER = frozenset(
     ("lora_name", "lora_int_id", "lora_path", "load_inplace", "base_model_name")
 )
@@ -40,15 +40,15 @@ class NamesAdapters(Protocol):
 
 @dataclass
 class _LoraFiles:
-    """An adapter as it was when a request first asked for it."""
+    """Files of an adapter when a request first asked for it."""
 
     stamp: list[tuple[int | str, ...]]
     digest: Future[str] | None
     """Digest of the adapter's files; None where it is not known which files vLLM reads."""
     until: float
-    """A request waits no longer for the digest, in seconds of the clock."""
+    """Time until which a request waits for the digest, in seconds of the clock."""
     start: str
-    """A word of this start, which names it where its content does not."""
+    """Word of this start, which names the adapter where its content does not."""
     clock: Callable[[], float]
     changed: bool = False
 
@@ -82,13 +82,12 @@ class _LoraFiles:
 
 
 class Adapters:
-    """Names LoRA adapters by content, so that a renamed adapter is shared and a replaced one is
+    """Names of LoRA adapters by content, so that a renamed adapter is shared and a replaced one is
     not.
 
     vLLM keeps an adapter in memory after its files change, and reloads it whenever it likes. Once
     the files of a known adapter change, it is unknown which weights a request uses: the adapter is
-    not cached until a request asks to load it anew (``load_inplace``).
-    """
+    not cached until a request asks to load it anew (``load_inplace``)."""
 
     def __init__(
         self, digests: FileDigests = DIGESTS, clock: Callable[[], float] = time.monotonic
@@ -97,13 +96,13 @@ class Adapters:
         self._known: dict[tuple[str, int, str], _LoraFiles] = {}
 
     def identity(self, lora: Any) -> list[str] | None:
-        """See :class:`NamesAdapters`. It waits until the adapter's files are read, five seconds at
+        """See :class:`NamesAdapters`. Waits until the adapter's files are read, five seconds at
         most."""
         known = self.found(lora)
         return None if known is None else known.identity(lora)
 
     def found(self, lora: Any) -> _LoraFiles | None:
-        """The adapter's files; None where they cannot be read."""
+        """Return the adapter's files, None if they cannot be read."""
         place = (lora.lora_name, lora.lora_int_id, lora.lora_path)
         known = self._known.get(place)
         try:
@@ -135,9 +134,9 @@ class Adapters:
 
 
 def adapter_folder(path: str) -> Path | None:
-    """The local folder from which vLLM reads an adapter, found as
-    ``vllm.lora.utils.get_adapter_absolute_path`` does. None where only the load itself decides:
-    a hub's name in an engine that may ask the hub, which can have a newer adapter each time."""
+    """Return the local folder from which vLLM reads an adapter, found as
+    ``vllm.lora.utils.get_adapter_absolute_path`` does. None where only the load itself decides: a
+    hub's name in an engine that may ask the hub, which can have a newer adapter each time."""
     if os.path.isabs(path):
         return Path(path)
     if path.startswith("~"):
@@ -165,27 +164,28 @@ class Named(NamedTuple):
     """Parts of the names of a request's chunks beside tokens."""
 
     whole: bytes | None
-    """Of the whole request. None: it is not cached."""
+    """Part of all chunks' names. None if the request is not cached."""
     media: dict[int, bytes]
-    """Of each chunk that overlaps media."""
+    """Part of the name of each chunk that overlaps media, by the chunk's number."""
     first: tuple[bytes, ...]
-    """Of the first chunk, in the order of :data:`kvtier.store.reports.miss_reasons.EXTRAS`."""
+    """Parts of the first chunk's name, in the order of
+    :data:`kvtier.store.reports.miss_reasons.EXTRAS`."""
     lasts: bool
-    """Another start of the engine gives the same names."""
+    """Whether another start of the engine gives the same names."""
 
 
 _ONLY_TOKENS = Named(b"", {}, (b"", b"", b""), lasts=True)
 
 
 class RequestNames:
-    """Of one engine. One thread uses it."""
+    """Names of the requests of one engine. One thread uses it."""
 
     def __init__(self, adapters: Adapters | None = None, media: MediaNames | None = None) -> None:
         self._adapters = adapters or Adapters()
         self._media = media or MediaNames()
 
     def of(self, request: Any, chunk_tokens: int) -> Named | None:
-        """The request's names; None while the files of its adapter are being read: ask again."""
+        """Return the request's names, or None (ask again) while its adapter's files are read."""
         lora = request.lora_request
         special = lora or request.cache_salt or request.mm_features or request.kv_transfer_params
         if not special and getattr(request, "prompt_embeds", None) is None:
@@ -210,8 +210,8 @@ def _asks_not_to(request: Any) -> bool:
 
 
 def request_extra(request: Any, adapters: NamesAdapters) -> bytes | None:
-    """Canonical bytes of what decides a whole request's KV besides its tokens. None: its KV
-    cannot be named (prompt embeddings, or an adapter that changed), or it asks not to be kept
+    """Return canonical bytes of what decides a whole request's KV besides its tokens. None if its
+    KV cannot be named (prompt embeddings, or an adapter that changed), or it asks not to be kept
     (:data:`CACHE`, whatever is not plainly true counts as false)."""
     if _asks_not_to(request) or getattr(request, "prompt_embeds", None) is not None:
         return None
@@ -225,8 +225,8 @@ def request_extra(request: Any, adapters: NamesAdapters) -> bytes | None:
 
 
 def media_extra(request: Any, chunk_tokens: int, names: MediaNames) -> dict[int, bytes] | None:
-    """Digests and offsets of media, as canonical bytes, of each chunk that overlaps some. None:
-    the request must not be cached."""
+    """Return digests and offsets of media, as canonical bytes, of each chunk that overlaps some.
+    None if the request must not be cached."""
     parts = media_parts(names, request.mm_features or (), chunk_tokens)
     if parts is None:
         return None

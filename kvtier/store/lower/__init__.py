@@ -1,1 +1,1 @@
-"""The tiers below RAM as a Store uses them: their indexes, promotions, spills and budgets."""
+"""Tiers below RAM as a Store uses them: their indexes, promotions, spills and budgets."""

@@ -12,7 +12,7 @@ from kvtier.store.lower.write_budget import WriteBudget
 
 
 class Spills:
-    """``budget``: what may be written to the tier. None: all. Safe from any thread."""
+    """Writes to one tier. ``budget``: their limit, None for no limit. Safe from any thread."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class Spills:
             budget.fit(self._chunk_bytes)
 
     def offer(self, entries: Sequence[Entry], run: Sequence[ChunkKey]) -> None:
-        """Takes the lock: queue a spill of each of these chunks of ``run``."""
+        """Queue a spill of each of these chunks of ``run``. Takes the lock."""
         taken = sum(self.lower.lane.submit(partial(self._spill, entry, run)) for entry in entries)
         with self._core.lock:
             self._counts[f"{self.lower.tier.name}_spill_refused"] += len(entries) - taken
 
     def _spill(self, entry: Entry, run: Sequence[ChunkKey]) -> None:
-        """On a lane thread. The chunk is pinned only from here on: a long queue holds no slots, and
-        what was evicted before its turn is simply not written."""
+        """Write a chunk to the tier. It is pinned only from here on: a long queue holds no slots,
+        and chunks evicted before their turn are not written. On a lane thread."""
         lower = self.lower
         lower.sweep()
         with self._core.lock:
@@ -64,7 +64,7 @@ class Spills:
     def _ended(
         self, entry: Entry, run: Sequence[ChunkKey], stored: bool, call: int, begun: float
     ) -> None:
-        """On a lane thread. Then ``run`` is hottest in the tier as it is in RAM, leaf last."""
+        """End a write. Then ``run`` is hottest in the tier, as in RAM. On a lane thread."""
         lower, name = self.lower, self.lower.tier.name
         with self._core.lock:
             now = self._clock()
@@ -77,7 +77,7 @@ class Spills:
             lower.chunks.order.ordered(run)
 
     def _affords(self, key: ChunkKey) -> bool:
-        """Under the lock, before anything leaves. Over its budget the tier refuses at once."""
+        """Return whether the budget allows a write now. If not, nothing leaves. Under the lock."""
         if self.budget is None or self.budget.allows(self._chunk_bytes, self._clock()):
             return True
         self._counts[f"{self.lower.tier.name}_write_over_budget"] += self.lower.chunks.takes(key)

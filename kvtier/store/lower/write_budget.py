@@ -1,4 +1,4 @@
-"""WriteBudget: what may be written to a disk that wears out. Pure: the caller has the clock."""
+"""WriteBudget: limit of writes to a disk that wears out. Pure: the caller has the clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 _DAY_S = 86_400.0
 _BURST_S = 600.0
-"""Time whose unused writes may be made at once: a burst of prompts, or RAM at a
-close."""
+"""Time whose unused writes may be made at once: a burst of prompts, or RAM at a close."""
 
 
 class WriteBudget:
@@ -21,7 +20,7 @@ class WriteBudget:
     def __init__(
         self, a_day: int, least: int, lock: AbstractContextManager[object] | None = None
     ) -> None:
-        """``a_day``: bytes. ``least``: of the largest write, which a full bucket always allows."""
+        """Begin full. ``a_day``: bytes. ``least``: bytes of one write that a full bucket allows."""
         self._lock = lock or nullcontext()
         self._rate = a_day / _DAY_S
         self._most = self._level = max(self._rate * _BURST_S, float(least))
@@ -35,7 +34,7 @@ class WriteBudget:
             self._level += more
 
     def allows(self, bytes_: int, now: float) -> bool:
-        """May so much be written at ``now`` (monotonic seconds)?"""
+        """Return whether this many bytes may be written at ``now`` (monotonic seconds)."""
         with self._lock:
             passed = 0.0 if self._at is None else max(0.0, now - self._at)
             self._level = min(self._most, self._level + passed * self._rate)
@@ -43,6 +42,6 @@ class WriteBudget:
             return self._level >= bytes_
 
     def spend(self, bytes_: int) -> None:
-        """Take what :meth:`allows` has just allowed."""
+        """Take the bytes that :meth:`allows` has just allowed."""
         with self._lock:
             self._level -= bytes_

@@ -28,7 +28,7 @@ CANDIDATES = (
     "/mnt",
     "/data",
 )
-"""Places where images and clouds mount local disks. They count only as real mounts."""
+"""Folders where images and clouds mount local disks. They count only as real mounts."""
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILESYSTEMS = frozenset(
     {
@@ -48,12 +48,12 @@ NETWORK_FILESYSTEMS = frozenset(
     }
 )
 SIZE_FOLDERS = "slots-*/"
-"""Below ``nvme_path``: a server's folders, one for each chunk size."""
+"""Pattern of a server's folders below ``nvme_path``, one for each chunk size."""
 _ALWAYS = ("/var/tmp", "/tmp")
 LOCAL_DISKS = ("nvme", "ssd")
 """Kinds of disks that are found wherever they are mounted, and used side by side."""
 _SYSTEMS = re.compile(r"/$|/(boot|dev|efi|etc|home|nix|proc|root|run|snap|sys|usr|var/lib)(/|$)")
-"""Mounts of a system's own and its users' files."""
+"""Pattern of mounts of a system's own and its users' files."""
 _PAGE_BYTES = 4096
 _LEAST_LEFT_BYTES = 64 << 20
 _SLOWEST = ["rotational", "ebs", "virtual", "ssd", "nvme"]
@@ -66,7 +66,7 @@ _UNKNOWN_THREADS = 4
 class Disk:
     path: str
     free: Fact[int] = UNSEEN
-    """Without root's reserve."""
+    """Free bytes without root's reserve."""
     total: Fact[int] = UNSEEN
     own: Fact[int] = UNSEEN
     """Bytes in an earlier kvtier's files, which are reused and so count as free."""
@@ -74,18 +74,18 @@ class Disk:
     writable: Fact[bool] = UNSEEN
     o_direct: Fact[bool] = UNSEEN
     device: Fact[str] = UNSEEN
-    """nvme | ssd | ebs | virtual | rotational."""
+    """Kind of the device: nvme | ssd | ebs | virtual | rotational."""
     read_speed: Fact[float] = UNSEEN
     block: str = ""
-    """The device, of a partition the whole one. Empty: not visible."""
+    """Name of the device, for a partition of the whole one. Empty if it is not visible."""
     system: bool = False
-    """The system's own files lie there."""
+    """Whether the system's own files lie there."""
     left: tuple[str, ...] = ()
 
 
 def probe_disks(paths: Sequence[str] = (), root: Path = ROOT) -> tuple[Disk, ...]:
-    """The given paths. Without any: a folder ``kvtier`` in each of :data:`CANDIDATES`, on every
-    other local disk that is mounted, and in the temporary folders, at most one a device."""
+    """Return facts of the given paths. Without any: of a folder ``kvtier`` in :data:`CANDIDATES`,
+    on other local disks that are mounted, and in the temporary folders, at most one a device."""
     if paths:
         return tuple(probe_disk(path, root) for path in paths)
     seen = set[int | str]()
@@ -108,7 +108,7 @@ def _answers(path: str, look: Callable[[str], bool]) -> bool:
 
 
 def local_mounts(root: Path = ROOT) -> list[str]:
-    """Where local disks are mounted: those of a system's own files left out."""
+    """Return mount points of local disks, without those of a system's own files."""
     return [
         mount.point
         for mount in mounts(root)
@@ -120,7 +120,7 @@ SILENT = unknown("its file system does not answer")
 
 
 def probe_disk(path: str, root: Path = ROOT) -> Disk:
-    """Facts of the folder ``path``, or of the nearest one above it that exists."""
+    """Return facts of the folder ``path``, or of the nearest one above it that exists."""
     place = Path(path).absolute()
     return asked(place, lambda: _probe_disk(path, root), Disk(str(place), free=SILENT))
 
@@ -153,7 +153,7 @@ def _probe_disk(path: str, root: Path) -> Disk:
 
 
 def reusable(disk: Disk, *, server: bool) -> Disk:
-    """``disk`` with files that a server, or an engine, can reuse in ``own``, others in ``left``."""
+    """Return ``disk`` with files that a server or engine can reuse in ``own``, else ``left``."""
     disk = replace(disk, left=left_behind(disk.path, servers=not server))
     servers = servers_bytes(Path(disk.path))
     if server:
@@ -164,7 +164,7 @@ def reusable(disk: Disk, *, server: bool) -> Disk:
 
 
 def left_behind(path: str, *, servers: bool) -> tuple[str, ...]:
-    """Words on unused folders of servers, or engines: size, and the command that frees it."""
+    """Return words on unused folders of servers, or engines: size, and how to free them."""
     return asked(Path(path), lambda: _left_behind(Path(path), servers), ())
 
 
@@ -182,7 +182,7 @@ def _left_behind(place: Path, servers: bool) -> tuple[str, ...]:
 
 
 def servers_bytes(place: Path, but: Path | None = None) -> Fact[int]:
-    """Of a server's folders for each chunk size in ``place``, ``but`` left out."""
+    """Return the bytes of a server's folders for each chunk size in ``place``, without ``but``."""
     return fact_of(
         lambda: sum(_own_bytes(size) for size in place.glob(SIZE_FOLDERS) if size != but),
         "files of an earlier server",
@@ -190,14 +190,14 @@ def servers_bytes(place: Path, but: Path | None = None) -> Fact[int]:
 
 
 def disk_threads(disk: Disk, cpus: int) -> int:
-    """Calls at once: enough for the kind of disk, at most two a CPU."""
+    """Return the calls at once: enough for the kind of disk, at most two a CPU."""
     wanted = _THREADS.get(disk.device.value or "", _UNKNOWN_THREADS)
     return max(1, min(wanted, 2 * cpus))
 
 
 def _mount_of(path: Path, root: Path) -> Mount | None:
     holding = [mount for mount in mounts(root) if path.is_relative_to(mount.point)]
-    # of several at one point the last
+    # the last of several at one point
     return max(reversed(holding), key=lambda mount: len(mount.point), default=None)
 
 
@@ -206,7 +206,7 @@ def _own_bytes(path: Path) -> int:
 
 
 def _try_direct(place: Path) -> tuple[Fact[bool], Fact[bool]]:
-    """(writable, O_DIRECT works), by writing a page to a nameless file."""
+    """Return whether ``place`` can be written, and whether O_DIRECT works, by a nameless file."""
     if not os.access(place, os.W_OK | os.X_OK):
         refused = f"no right to write in {place}"
         return known(False, refused), unknown(refused)
@@ -221,7 +221,7 @@ def _try_direct(place: Path) -> tuple[Fact[bool], Fact[bool]]:
 
 @contextlib.contextmanager
 def open_direct(place: Path) -> Any:
-    """Descriptor with O_DIRECT of a file that vanishes with it. Raises OSError."""
+    """Open a file with O_DIRECT that vanishes with its descriptor. Raises OSError."""
     flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
     try:
         fd = os.open(place, flags | os.O_TMPFILE, 0o600)

@@ -1,5 +1,5 @@
-"""TierFolder: this user's alone (:mod:`kvtier.tiers.own_folder`). Who may write its parents can
-take it away, which :func:`leads_to` notices. And its page of speeds that a start has measured."""
+"""TierFolder: a tier's folder (:mod:`kvtier.tiers.own_folder`), with a page of measured speeds. Who
+may write its parents can take it away, which :func:`leads_to` notices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INDEX_NAME = "index.kvtier"
 SLOTS_NAME = "slots.kvtier"
 LEARNT_NAME = "learnt.kvtier"
 ANSWER_S = 5.0
-"""A file system that takes longer to answer is silent."""
+"""Time after which a file system that does not answer is silent."""
 R = TypeVar("R")
 Q = TypeVar("Q")
 _silent: dict[Path, Future[Any]] = {}
@@ -34,8 +34,8 @@ def is_silent(folder: Path) -> bool:
 
 
 def asked(folder: Path, look: Callable[[], R], otherwise: Q) -> R | Q:
-    """Result of ``look`` at ``folder``, or what it raises. ``otherwise``: the file system is
-    silent. Below that folder nothing more is asked before it answers."""
+    """Return the result of ``look`` at ``folder``, or raise what it raises. Returns ``otherwise``
+    if the file system is silent. Below that folder nothing more is asked before it answers."""
     if is_silent(folder):
         return otherwise
     lane = Lane("look", 1, urgent_bound=0, bound=1)
@@ -53,7 +53,7 @@ def asked(folder: Path, look: Callable[[], R], otherwise: Q) -> R | Q:
 
 
 def below(place: Path, pattern: str) -> list[Path] | None:
-    """Paths, or None where the file system is silent."""
+    """Return the paths that match, or None if the file system is silent."""
     return asked(place, lambda: list(place.glob(pattern)), None)
 
 
@@ -75,7 +75,7 @@ def may_take(path: Path) -> bool:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether ``path`` still names the open file. True too where a failing disk cannot tell."""
+    """Return whether ``path`` still names the open file, or a failing disk cannot tell."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except (FileNotFoundError, NotADirectoryError):
@@ -85,8 +85,8 @@ def leads_to(path: Path, fd: int) -> bool:
 
 
 def holders_of_removed(path: Path) -> list[int]:
-    """Processes of this user (for root: all) that have a removed ``path`` open. Looks at every open
-    file of theirs: some 0.1 s on a busy host."""
+    """Return processes of this user (for root: all) that have a removed ``path`` open. Looks at
+    every open file of theirs: some 0.1 s on a busy host."""
     gone, holders = f"{path} (deleted)", set()
     for link in iglob("/proc/[0-9]*/fd/*"):  # Path.glob fails when a process ends meanwhile
         with suppress(OSError):

@@ -1,8 +1,7 @@
-"""A folder that another process still has: said at once, and waited for.
+"""Wait for a folder that another process still has, said at once.
 
 An engine or server that was killed may live on for some seconds while it ends. The next one finds
-its chunks warm if it waits for that.
-"""
+its chunks warm if it waits for that."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _POLL_S = 0.1
 
 
 def holder(folder: Path) -> str:
-    """The process that has this tier open. Empty: none, the tier is not this user's, or silent."""
+    """Return the process that has this tier open. Empty if none, not this user's, or silent."""
     return asked(folder, lambda: _holder(folder), "")
 
 

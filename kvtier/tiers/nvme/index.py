@@ -37,7 +37,7 @@ EMPTY_RECORD = bytes(RECORD_BYTES)
 MOST_SLOT_BYTES = 1 << 30
 _MOST_SLOTS = 1 << 32
 _MOST_WRITTEN_BYTES = 1 << 60
-"""More than any disk takes in its life. A record with a greater number is not ours."""
+"""Bytes that no disk takes in its life. A record with a greater number is not ours."""
 
 _BODY_BYTES = RECORD_BYTES - 8
 _BODY = struct.Struct(f"<40s16sQ{OWNER_BYTES}sQ32x")
@@ -56,7 +56,7 @@ _SUPERBLOCK = struct.Struct("<8sIIQQQ")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The table's first page. ``pid``: the last process to open it. ``clean``: it closed it."""
+    """Table's first page. ``pid``: last process that opened it. ``clean``: whether it closed it."""
 
     slot_bytes: int
     slots: int
@@ -72,7 +72,7 @@ class Superblock:
 
     @classmethod
     def unpack(cls, page: bytes) -> Superblock | None:
-        """None for all but a whole superblock of ours, of any version."""
+        """Return the superblock of any version of ours, or None for all else."""
         size = _SUPERBLOCK.size
         if len(page) < size + _CHECK.size or not page.startswith(_MAGIC):
             return None
@@ -92,7 +92,7 @@ def table_bytes(slots: int) -> int:
 
 
 def slots_within(bytes_: int, slot_bytes: int) -> int:
-    """Most slots whose two files fit ``bytes_``."""
+    """Return the most slots whose two files fit ``bytes_``."""
     slots = max(0, (bytes_ - PAGE_BYTES) // (slot_bytes + RECORD_BYTES))
     while slots and table_bytes(slots) + slots * slot_bytes > bytes_:
         slots -= 1
@@ -100,10 +100,8 @@ def slots_within(bytes_: int, slot_bytes: int) -> int:
 
 
 def payload_checksum(key: ChunkKey, payload: memoryview) -> bytes:
-    """16 bytes over key and payload. Releases the GIL. About 30 GB/s a core from memory.
-
-    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery, hence mode 0600.
-    """
+    """Return 16 bytes over key and payload. Releases the GIL. About 30 GB/s a core from memory.
+    XXH3-128 (https://github.com/Cyan4973/xxHash) finds damage, not forgery, hence mode 0600."""
     return xxh3_128_digest(payload, seed=int.from_bytes(own_half(key), "little"))
 
 
@@ -116,8 +114,8 @@ def pack_record(  # noqa: PLR0913, PLR0917 - the fields of a record
     owner: int = UNOWNED,
     stamp: int = 0,
 ) -> bytes:
-    """A record. ``seq``, never 0, orders records by age: larger is newer. ``stamp`` orders them
-    among those of other folders."""
+    """Make a record. ``seq``, never 0, orders records by age: larger is newer. ``stamp`` orders
+    them among those of other folders."""
     body = _BODY.pack(key, checksum, seq, owner.to_bytes(OWNER_BYTES, "little"), stamp)
     return body + _CHECK.pack(xxh3_64_intdigest(body, seed=_seed(slot, slot_bytes)))
 
@@ -132,12 +130,12 @@ class Records:
     checksums: NDArray[np.void]
     owners: NDArray[np.void]
     stamps: NDArray[np.uint64]
-    """0 in records from before there were stamps."""
+    """Stamps, 0 in records from before there were any."""
     damaged: int
 
 
 def read_records(table: memoryview, slots: int, slot_bytes: int) -> Records:
-    """Believable ones of the table's first ``slots`` records. 100,000 take about 60 ms."""
+    """Return the believable ones of the first ``slots`` records. 100,000 take about 60 ms."""
     rows = np.frombuffer(table, dtype=_ROW, count=slots)
     used = np.flatnonzero((rows["seq"] != 0) | (rows["check"] != 0))
     seed = _seed(0, slot_bytes)

@@ -1,4 +1,4 @@
-"""The NVMe tier's names for :mod:`kvtier.tiers.registry`."""
+"""Parts: the NVMe tier's names for :mod:`kvtier.tiers.registry`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class NvmeSection(TierSection):
         return [place / f"replica{replica}" if replica else place for place in places]
 
     def disks(self, replica: int = 0) -> list[NvmeSection]:
-        """A section for each folder, with its part of the bytes: as much of what is free there."""
+        """Return a section for each folder, with a part of the bytes by what is free there."""
         folders, given = self.folders(replica), self.bytes_
         if isinstance(given, str):
             sizes = [int(size.removesuffix("B")) for size in given.split(",")]
@@ -129,7 +129,7 @@ _LEAST_BYTES = 10 << 20
 
 
 def disk_findings(own: NvmeSection, disk: Disk) -> Iterator[Finding]:
-    """Findings of ``disk``'s facts, and of the folder's kind and mode, which are looked at."""
+    """Yield findings on ``disk``'s facts, and on the folder's kind and mode, looked at here."""
     if disk.free is SILENT:
         yield Finding("nvme", "fail", f"{disk.path}: {SILENT.source}", "look at its mount")
         return
@@ -214,8 +214,8 @@ def open(own: NvmeSection, around: Opening) -> Opened:
 
 
 def away(own: NvmeSection) -> str:
-    """A disk whose file system does not answer. Raises ConfigError where no other one can be used.
-    Logs warnings."""
+    """Return words on disks whose file system does not answer. Raises ConfigError where no other
+    one can be used. Logs warnings."""
     require_apart(own.folders())
     disks, failed, silent = own.disks(), list[str](), list[str]()
     for each in disks:
@@ -251,7 +251,7 @@ def findings(own: NvmeSection, tried: Trial | None) -> Iterator[Finding]:
 
 
 def in_a_folder_of_its_own(tried: Trial, own: NvmeSection) -> str:
-    """The self-test below the folder, so that no engine's files are touched."""
+    """Run the self-test below the folder, so that no engine's files are touched."""
     place, folder = Path(str(own.path)), Path(str(own.path)) / f"selftest-{os.getpid()}"
     made = [one for one in (place, *place.parents) if not one.exists()]
     try:
@@ -264,4 +264,4 @@ def in_a_folder_of_its_own(tried: Trial, own: NvmeSection) -> str:
 
 
 def plan(_found: TierFacts | None, _draft: Draft) -> None:
-    """The plan of the disk follows from RAM's, so :mod:`kvtier.autoconfig.plan` makes it."""
+    """Set nothing: the plan of the disk follows from RAM's (:mod:`kvtier.autoconfig.plan`)."""

@@ -1,5 +1,5 @@
-"""Folders of one NVMe tier on several disks: what is refused before any is opened, and what each
-one gets of bytes and threads."""
+"""Folders of one NVMe tier on several disks: what is refused before any is opened, and the bytes
+and threads of each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvtier.tiers.nvme.folder import TierFolder, asked
 from kvtier.tiers.nvme.in_use import holder
 
 _UNCHANGED_PART = 50
-"""Part (1/50) of the bytes that may change without another division."""
+"""Divisor of the bytes: a smaller change of them keeps the old division."""
 
 
 def require_apart(folders: Sequence[Path]) -> None:
-    """Raises ConfigError for a folder that is there twice, or within another one."""
+    """Raise ConfigError for a folder that is there twice, or within another one."""
     real = {folder: asked(folder, folder.resolve, folder) for folder in folders}
     for one, other in combinations(folders, 2):
         if real[one].is_relative_to(real[other]) or real[other].is_relative_to(real[one]):
@@ -31,7 +31,7 @@ def require_apart(folders: Sequence[Path]) -> None:
 
 
 def require_ours(folders: Sequence[Path]) -> None:
-    """Raises TierError for a folder of another user, or in use. One that cannot be read is a disk
+    """Raise TierError for a folder of another user, or in use. One that cannot be read is a disk
     that fails."""
     for folder in folders:
         with suppress(OSError):
@@ -48,13 +48,13 @@ def _require_own(folder: Path) -> None:
 
 
 def _device_of(folder: Path) -> int | Path:
-    """A silent file system counts as a device of its own."""
+    """Return the folder's device. A silent file system counts as a device of its own."""
     there = (one.stat().st_dev for one in (folder, *folder.parents) if one.exists())
     return asked(folder, lambda: next(there), folder)
 
 
 def on_one_device(folders: Sequence[Path]) -> str:
-    """Words on folders that share a device. Empty: none do."""
+    """Return words on folders that share a device, "" if none do."""
     by_device: dict[int | Path, list[str]] = {}
     for folder in folders:
         by_device.setdefault(_device_of(folder), []).append(str(folder))
@@ -63,8 +63,8 @@ def on_one_device(folders: Sequence[Path]) -> str:
 
 
 def free_rooms(folders: Sequence[Path]) -> tuple[list[int | None], list[int]]:
-    """Bytes that each folder may have, and those of its files from before among them. Folders on
-    one device share what is free there. None: the file system is silent."""
+    """Return the bytes that each folder may have, and those of its files from before among them.
+    Folders on one device share what is free there. None if the file system is silent."""
     devices = [_device_of(folder) for folder in folders]
     those, disks = Counter(devices), [probe_disk(str(folder)) for folder in folders]
     held = [disk.own.value or 0 for disk in disks]
@@ -76,8 +76,8 @@ def free_rooms(folders: Sequence[Path]) -> tuple[list[int | None], list[int]]:
 
 
 def parts_of(given: int, rooms: Sequence[int | None], held: Sequence[int]) -> list[int]:
-    """``given`` bytes divided as the folders have room, or as before where that is nearly all: a
-    smaller file drops chunks. Silent ones get what the others leave, which keep what they have."""
+    """Divide ``given`` bytes by the folders' room, or as before where that is nearly all: a smaller
+    file drops chunks. Silent folders share what the others leave, which keep what they have."""
     if silent := rooms.count(None):
         least = given // len(rooms)
         parts = [
@@ -94,8 +94,8 @@ def parts_of(given: int, rooms: Sequence[int | None], held: Sequence[int]) -> li
 
 
 def lane_threads(disks: Sequence[Disk], cpus: int) -> tuple[int, list[int]]:
-    """Threads for all disks: what each kind needs, at most two a CPU, and of several disks at least
-    two each, which wait more than they work. With the most that each disk may hold of them."""
+    """Return the threads for all disks: what each kind needs, at most two a CPU, and at least two
+    for each of several disks, because they mostly wait. Also returns the most for each disk."""
     wanted = [disk_threads(disk, cpus) for disk in disks]
     least = 2 * len(disks) if len(disks) > 1 else 1
     threads = max(least, min(sum(wanted), 2 * cpus))
