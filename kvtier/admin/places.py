@@ -32,6 +32,7 @@ FIRST_REQUEST_S = 3.0
 _LOOKS = 12
 """Parts of this time. After each the loop has a turn, so that a request that has come is read
 before its time is over, however long a turn takes."""
+_PASSED_ON = "connection_made", "connection_lost", "eof_received", "pause_writing", "resume_writing"
 
 
 class _Sips(asyncio.BufferedProtocol):
@@ -40,28 +41,14 @@ class _Sips(asyncio.BufferedProtocol):
     def __init__(self, handler: Any) -> None:
         self._handler = handler
         self._room = memoryview(bytearray(READ_BYTES))
+        for name in _PASSED_ON:
+            setattr(self, name, getattr(handler, name))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
         self._handler.data_received(bytes(self._room[:nbytes]))
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._handler.connection_made(transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._handler.connection_lost(error)
-
-    def eof_received(self) -> bool | None:
-        ended: bool | None = self._handler.eof_received()
-        return ended
-
-    def pause_writing(self) -> None:
-        self._handler.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._handler.resume_writing()
 
 
 class _Visit:
