@@ -99,7 +99,7 @@ def measure(
                 found.append(
                     gigabytes_per_second(
                         lambda at, buffer, verb=verb, order=order: expect(  # type: ignore[misc]
-                            bool(verb(order[at], buffer))
+                            verb(order[at], buffer)
                         ),
                         chunks,
                         buffers,

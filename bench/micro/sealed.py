@@ -25,7 +25,7 @@ from kvtier.bench.micro.nvme import (
     ways_of,
 )
 from kvtier.bench.report import Row, against, in_turns, median_row
-from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.sealed import KEY_BYTES, SealedTier, sealed_bytes
 
 _MIB, _THREADS = 1 << 20, 2
@@ -37,7 +37,7 @@ def rows_of(given: argparse.Namespace) -> list[Row]:
     rows = []
     with disk_folder(given) as folder:
         plain, inner = (
-            NvmeTier(folder / name, CHUNKS * (size + 4096) + _MIB, size)
+            DiskSet([DiskPlace(folder / name, CHUNKS * (size + 4096) + _MIB, _THREADS)], size)
             for name, size in sizes.items()
         )
         with closing(plain), closing(SealedTier(inner, os.urandom(KEY_BYTES), CHUNK_BYTES)) as seal:
@@ -48,7 +48,7 @@ def rows_of(given: argparse.Namespace) -> list[Row]:
                     lambda way: timed(way, CHUNKS, _THREADS).speed,
                     given.rounds,
                 )
-                about = f"NvmeTier {verb}, {_THREADS} threads"
+                about = f"DiskSet {verb}, {_THREADS} threads"
                 rows.append(median_row(about, seen["plain"], "GB/s"))
                 told = f"sealed {about} (ratio to plain)"
                 rows.append(against(told, seen["sealed"], seen["plain"], 1.0))

@@ -5,7 +5,7 @@
 A batch of 128 pages of 2 MiB, as SGLang's threads call: HiCacheFile by tensors, kvtier by pieces.
 *From RAM*: the pages were just set, and the files are in the page cache. *From NVMe*: other pages
 are in the server's RAM, and the files were dropped from the page cache. Memory is one copy of the
-same bytes, and the tier's own read is NvmeTier, alone in this process, on the same disk. *Lookup*:
+same bytes, and the tier's own read is DiskSet, alone in this process, on the same disk. *Lookup*:
 ``batch_exists`` of 1,024 pages that are there.
 """
 
@@ -25,7 +25,7 @@ from kvtier.bench.flags import run_micro
 from kvtier.bench.micro.nvme import disk_folder, gigabytes_per_second, make_buffers, make_keys
 from kvtier.bench.micro.server import server
 from kvtier.bench.report import Row, median_row, percentile
-from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 
 PAGES, PAGE_BYTES, TOKENS, LOOKUP_PAGES, LOOKUPS = 128, 2 << 20, 64, 1024, 300
 _BYTES, _THREADS, _POLL_S, _LOOKUP_MS = PAGES * PAGE_BYTES, 4, 0.001, 5.0
@@ -92,7 +92,8 @@ def storage(kind: str, pool: Pages, **extra: str) -> Any:
 
 def tier_read(folder: Path) -> Callable[[], float]:
     """GB/s of the tier's own read."""
-    tier = NvmeTier(folder, PAGES * (PAGE_BYTES + 4096) + (1 << 20), PAGE_BYTES)
+    place = DiskPlace(folder, PAGES * (PAGE_BYTES + 4096) + (1 << 20), _THREADS)
+    tier = DiskSet([place], PAGE_BYTES)
     keys, buffers = make_keys(PAGES), make_buffers(16, PAGE_BYTES)
     for at, key in enumerate(keys):
         tier.write(key, buffers[at % 16])
