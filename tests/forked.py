@@ -17,7 +17,7 @@ FORK.set_forkserver_preload(
         "kvtier.admin.http",
         "kvtier.admin.places",
         "aiofiles.os",
-        "kvtier.tiers.nvme.tier",
+        "kvtier.tiers.nvme.chunk_folder",
         "kvtier.tiers.redis.tier",
         "kvtier.cli.check",
         "tests.trust.victims",
@@ -91,12 +91,12 @@ def be_patient():
 
 
 def slow_down():
-    from kvtier.tiers.nvme.tier import NvmeTier
+    from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 
-    read = NvmeTier.read
+    read = ChunkFolder.read
 
     def slow(self, key, into):
         time.sleep(READ_S)
         return read(self, key, into)
 
-    NvmeTier.read = slow  # type: ignore[method-assign]
+    ChunkFolder.read = slow  # type: ignore[method-assign]

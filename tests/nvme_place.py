@@ -1,13 +1,16 @@
 """What the NVMe tier's tests share: small slots, keys, and a read that fails the test when the tier
 lies."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from kvtier.core.chunk import ChunkLayout
 from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import wait_for
 
 SLOT = 8192
@@ -30,9 +33,19 @@ def opened(place, disks, slot_bytes=SLOT, *, below="", of_bytes=0, **more):
         DiskPlace(place / f"disk{at}" / below, room(slots, of_bytes or slot_bytes), 2)
         for at, slots in enumerate(disks)
     ]
-    if len(places) == 1:
-        return NvmeTier(*places[0][:2], slot_bytes, **more)
     return DiskSet(places, slot_bytes, **more)
+
+
+def chunk_folder(path, bytes_, slot_bytes=SLOT, *huge, lent=False):
+    """One disk's folder, open."""
+    folder = ChunkFolder(path, bytes_, slot_bytes, *huge)
+    folder.open(lent=lent)
+    return folder
+
+
+def delete(folder, key):
+    folder.delete(key)
+    folder.settle()
 
 
 def section(place, disks, slot_bytes=SLOT):
@@ -75,3 +88,8 @@ def tried(tier):
     wait_for(lambda: all(disk.lane.is_idle for disk in tier.disks), "tried")
     after = tier.lost_and_found()
     return [*before[0], *after[0]], [*before[1], *after[1]]
+
+
+def is_direct(folder):
+    info = Path(f"/proc/self/fdinfo/{folder._files._payload}").read_text(encoding="utf-8")
+    return bool(int(info.split()[3], 8) & os.O_DIRECT)

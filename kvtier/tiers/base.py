@@ -57,7 +57,7 @@ class Tier(ABC):
 
     def recovered(self) -> Sequence[ChunkKey]:
         """Keys held from before the start, coldest first. Called once, before any other method."""
-        return []
+        return self.lost_and_found()[1]
 
     @abstractmethod
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
@@ -99,7 +99,7 @@ class Tier(ABC):
         """Return chunks that ceased to be held without a call that asked for it, and chunks that
         are held again, coldest first, since the last call. Updates ``capacity``. May block: for
         lane threads only."""
-        return (), ()
+        return [], []
 
     @abstractmethod
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:

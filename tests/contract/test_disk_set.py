@@ -8,24 +8,29 @@ import pytest
 
 from kvtier.testing import check_tier
 from kvtier.testing.check_tier import content
+from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.several import parts_of
-from kvtier.tiers.nvme.tier import NvmeTier
-from tests.nvme_place import FIVE, LAYOUT, SLOT, TWO, fill, holds, opened, room
+from tests.clock import Clock
+from tests.nvme_place import LAYOUT, ON_SETS, SLOT, chunk_folder, fill, holds, opened, room
 
 KEYS = LAYOUT.keys(range(40))
 
 
 def on_each(tier):
-    return [set(disk.tier.held()) for disk in tier.disks if disk.tier is not None]
+    return [set(disk.chunks.held()) for disk in tier.disks]
 
 
-@pytest.mark.parametrize("disks", [TWO, FIVE])
-def test_keeps_every_promise_of_a_tier(tmp_path, disks):
+@ON_SETS
+@pytest.mark.parametrize("size", [1, 4096, 5000, SLOT])
+def test_keeps_every_promise_of_a_tier(tmp_path, size, disks):
+    def reopen():  # with a clock that stands: under load no disk counts as slow
+        return opened(tmp_path / "set", disks, clock=Clock())
+
     def make():
         shutil.rmtree(tmp_path / "set", ignore_errors=True)
-        return opened(tmp_path / "set", disks)
+        return reopen()
 
-    check_tier(make, chunk_bytes=SLOT, reopen=lambda: opened(tmp_path / "set", disks))
+    check_tier(make, chunk_bytes=size, reopen=reopen)
 
 
 def test_a_prompts_chunks_lie_on_all_disks_and_a_full_one_is_passed_over(tmp_path):
@@ -40,7 +45,7 @@ def test_a_prompts_chunks_lie_on_all_disks_and_a_full_one_is_passed_over(tmp_pat
 
 
 def test_a_folder_from_before_is_one_disk_of_a_set_and_a_disk_may_leave_it(tmp_path):
-    alone = NvmeTier(tmp_path / "disk0", room(20), SLOT)
+    alone = chunk_folder(tmp_path / "disk0", room(20))
     fill(alone, KEYS[:9])
     alone.close(KEYS[8::-1])
     tier = opened(tmp_path, [20, 20])
@@ -50,14 +55,14 @@ def test_a_folder_from_before_is_one_disk_of_a_set_and_a_disk_may_leave_it(tmp_p
     tier = opened(tmp_path, [20, 20])
     second = set(on_each(tier)[1])
     tier.close()
-    alone = NvmeTier(tmp_path / "disk0", room(20), SLOT)
-    assert set(alone.recovered()) == set(KEYS[:20]) - second and second
+    alone = chunk_folder(tmp_path / "disk0", room(20))
+    assert set(alone.held()) == set(KEYS[:20]) - second and second
     alone.close()
 
 
 def test_a_chunk_on_two_disks_is_kept_on_one(tmp_path):
     for at in range(2):
-        one = NvmeTier(tmp_path / f"disk{at}", room(4), SLOT)
+        one = chunk_folder(tmp_path / f"disk{at}", room(4))
         fill(one, KEYS[: at + 2])
         one.close()
     tier = opened(tmp_path, [4, 4])
@@ -68,9 +73,11 @@ def test_a_chunk_on_two_disks_is_kept_on_one(tmp_path):
 
 def test_what_is_lent_is_divided_by_what_each_disk_could_have(tmp_path):
     tier = opened(tmp_path, [20, 5], lent=True)
+    tables = sum(room(slots) - slots * SLOT for slots in (20, 5))
+    assert (tier.capacity, tier.fixed_room, tier.chunk_room) == (25, tables, SLOT)
     assert not tier.write(KEYS[0], content(KEYS[0], SLOT)), "it has no room yet"
     assert tier.resize(10) == 10
-    assert [disk.well_tier.free for disk in tier.disks] == [8, 2]
+    assert [disk.chunks.free for disk in tier.disks] == [8, 2]
     fill(tier, KEYS[:10])
     assert tier.resize(4) == 10, "what holds chunks is not given back"
     assert tier.resize(25) == 25
@@ -79,15 +86,15 @@ def test_what_is_lent_is_divided_by_what_each_disk_could_have(tmp_path):
 
 
 def test_a_faster_disk_gets_more(tmp_path, monkeypatch):
-    now, write = [0.0], NvmeTier.write
+    now, write = [0.0], ChunkFolder.write
 
     def timed(tier, key, data, owner=0):
         now[0] += 0.003 if tier is slow else 0.001
         return write(tier, key, data, owner)
 
     tier = opened(tmp_path, [400, 400], clock=lambda: now[0])
-    slow = tier.disks[0].well_tier
-    monkeypatch.setattr(NvmeTier, "write", timed)
+    slow = tier.disks[0].chunks
+    monkeypatch.setattr(ChunkFolder, "write", timed)
     fill(tier, LAYOUT.keys(range(320)))
     few, many = map(len, on_each(tier))
     assert 2.5 < many / few < 3.5

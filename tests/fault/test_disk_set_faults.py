@@ -23,12 +23,11 @@ from kvtier.tiers.nvme import disk_set, parts
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.parts import NvmeSection
 from kvtier.tiers.nvme.set_disk import FROZEN_S
-from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.seam import Opening
 from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.mounts import silent
-from tests.nvme_place import LAYOUT, SLOT, fill, flip, holds, room, tried
+from tests.nvme_place import LAYOUT, SLOT, chunk_folder, fill, flip, holds, room, tried
 
 KEYS = LAYOUT.keys(range(40))
 BOTH = room(40)
@@ -98,8 +97,15 @@ def opened(place, clock, slots=20):
     return DiskSet(places, SLOT, clock=clock)
 
 
+def filled(place, clock):
+    tier = opened(place, clock)
+    assert not tier.recovered()
+    fill(tier, KEYS)
+    return tier
+
+
 def of(tier, at):
-    return list(tier.disks[at].well_tier.held())
+    return tier.disks[at].chunks.held()
 
 
 def read(tier, key):
@@ -116,8 +122,7 @@ def fail(tier, faulty, at):
 
 
 def test_a_disk_that_fails_is_left_alone_and_comes_back(tmp_path, faulty, clock, caplog):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     left = fail(tier, faulty, 1)
     folder = str(tier.disks[1].folder)
     assert tier.capacity == 60
@@ -151,8 +156,18 @@ def test_a_write_that_fails_goes_to_another_disk(tmp_path, faulty, clock):
     tier.close()
 
 
-def test_what_is_deleted_while_its_disk_is_away_does_not_come_back(tmp_path, faulty, clock):
+def killed(tier):
+    """Nothing is closed, and its disks may be opened."""
+    for disk in tier.disks:
+        disk.lane.close(0.0)
+        if disk.chunks.was_open:
+            disk.chunks._files.release()
+
+
+@pytest.mark.parametrize("kills", [0, 2])
+def test_what_is_cleared_while_its_disk_is_away_does_not_come_back(tmp_path, faulty, clock, kills):
     tier = opened(tmp_path, clock)
+    assert not tier.recovered()
     mine, others = (owner_of(bytes(32), name) for name in ("mine", "others"))
     for at, key in enumerate(KEYS):
         assert tier.write(key, content(key, SLOT), mine if at % 3 else others)
@@ -164,12 +179,17 @@ def test_what_is_deleted_while_its_disk_is_away_does_not_come_back(tmp_path, fau
     assert tier.owed == len(going)
     anew = next(key for key in left if key not in going)
     fill(tier, [anew])
+    for _ in range(kills):
+        killed(tier)
+        tier = opened(tmp_path, clock)
+        assert tier.disks[1].away and not set(tier.recovered()) & set(going)
     faulty.bad.clear()
     clock.now += 60
     found = tried(tier)[1]
     assert set(found) == set(left) - {*going, anew} and not tier.owed
     assert {read(tier, key) for key in going} == {False} and holds(tier, anew)
-    assert sum(anew in disk.well_tier for disk in tier.disks) == 1
+    assert sum(anew in disk.chunks for disk in tier.disks) == 1
+    assert not [*tmp_path.glob("*/cleared-*")], "nothing is owed any more"
     tier.close()
 
 
@@ -184,8 +204,7 @@ def hanging_reads(tier, faulty, keys):
 
 
 def test_a_disk_that_hangs_holds_its_threads_and_no_others(tmp_path, faulty, clock):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     hung = of(tier, 2)
     lane = hanging_reads(tier, faulty, hung[:6])  # four wait for their turn
     assert all(holds(tier, key) for at in (0, 1, 3) for key in of(tier, at)[:3])
@@ -198,16 +217,15 @@ def test_a_disk_that_hangs_holds_its_threads_and_no_others(tmp_path, faulty, clo
     assert tried(tier)[1] == [] and faulty.waiting == 2, "tried while calls hang in it"
     faulty.hung.clear()
     faulty.goes.set()
-    wait_for(lambda: tier.disks[2].idle, "the calls ended")
-    assert tried(tier)[1] == hung[:-1]
+    wait_for(lambda: tier.disks[2].calls == 0, "the calls ended")
+    assert set(tried(tier)[1]) == set(hung[:-1])
     assert lane.close(5.0)
     tier.close()
 
 
 def used(place, clock):
     """Disks whose paces are known: a chunk a millisecond."""
-    tier = opened(place, clock)
-    fill(tier, KEYS)
+    tier = filled(place, clock)
     assert all(holds(tier, key) for key in KEYS)
     assert {disk.late_s for disk in tier.disks} == {0.05}
     return tier
@@ -269,38 +287,40 @@ def test_where_all_disks_become_slow_the_last_one_serves_and_has_the_others_back
     tier.close()
 
 
-@pytest.mark.parametrize("fate", ["removed", "replaced", "moved away and back"])
+@pytest.mark.parametrize("fate", ["removed", "replaced", "moved away and back", "restored"])
 def test_a_folder_that_vanishes_and_comes_back(tmp_path, clock, fate):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     folder, aside = tier.disks[3].folder, tmp_path / "aside"
     left = of(tier, 3)
     folder.rename(aside)
     if fate == "replaced":
-        NvmeTier(folder, room(20), SLOT).close()
+        chunk_folder(folder, room(20)).close()
     read(tier, left[0])
     assert tier.capacity == 60 and tier.nodes_away == [
         f"{folder} (its folder was removed or replaced)"
     ]
+    tier.delete(left[1])
     clock.now += 60
     if fate == "removed":
         tried(tier)
         assert not folder.exists(), "made on a disk that may not be there"
         shutil.rmtree(aside)
         folder.mkdir(mode=0o700)
+    elif fate == "restored":
+        shutil.copytree(aside, folder)
     elif fate != "replaced":
         aside.rename(folder)
     clock.now += 60
-    held = set(tried(tier)[1])
-    assert tier.find([left[0]]) == (fate == "moved away and back")
-    assert tier.capacity == 80 and not tier.nodes_away
-    assert held == (set(left) if fate == "moved away and back" else set())
+    held = tried(tier)[1]
+    assert tier.capacity == 80 and not tier.nodes_away and not tier.owed
+    is_back = fate in {"moved away and back", "restored"}
+    assert set(held) == (set(left) - {left[1]} if is_back else set())
+    assert tier.find(held) == len(held)
     tier.close()
 
 
 def test_a_disk_that_cannot_be_opened_costs_itself(tmp_path, clock, caplog):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     first = of(tier, 0)
     tier.close(KEYS)
     aside = (tmp_path / "disk0").rename(tmp_path / "aside")
@@ -321,18 +341,18 @@ def test_a_disk_that_cannot_be_opened_costs_itself(tmp_path, clock, caplog):
 
 
 def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path, clock, monkeypatch):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     first = of(tier, 0)
     tier.close(KEYS)
     monkeypatch.setattr(disk_set, "START_S", 0.5)
+    monkeypatch.setattr("kvtier.tiers.nvme.folder.ANSWER_S", 0.1)
     with silent(tmp_path / "disk0"):
         tier = opened(tmp_path, clock)
         assert tier.nodes_away == [f"{tmp_path / 'disk0'} (it has not answered since the start)"]
         assert set(tier.recovered()) == set(KEYS) - set(first) and tier.capacity == 60
         clock.now += 60
         assert tier.find(KEYS) == 0 and tier.disks[0].calls == 1, "tried while a call hangs in it"
-    wait_for(lambda: tier.disks[0].idle, "the call failed")
+    wait_for(lambda: tier.disks[0].calls == 0, "the call failed")
     clock.now += 60
     assert set(tried(tier)[1]) == set(first) and tier.capacity == 80
     assert all(holds(tier, key) for key in KEYS)
@@ -370,9 +390,27 @@ def test_a_folder_that_is_silent_at_the_start_is_used_when_it_answers(
     tier.close()
 
 
+def test_what_is_written_while_its_disk_is_given_up_is_not_told_as_there(tmp_path, faulty, clock):
+    tier = filled(tmp_path, clock)
+    faulty.hung.update(disk.folder for disk in tier.disks)
+    lane, got = Lane("disks", 1, urgent_bound=1, bound=1), list[bool]()
+    (new,) = LAYOUT.keys([99])
+    lane.submit(lambda: got.append(tier.write(new, content(new, SLOT))))
+    wait_for(lambda: faulty.waiting == 1, "it hangs")
+    clock.now += FROZEN_S
+    assert len(tier.nodes_away) == 0 and len(tried(tier)[0]) >= 9 and len(tier.nodes_away) == 1
+    faulty.hung.clear()
+    faulty.goes.set()
+    wait_for(lambda: bool(got), "the call ended")
+    assert got == [False] and not tier.find([new])
+    clock.now += 60
+    assert new not in tried(tier)[1] and not tier.nodes_away and not tier.owed
+    assert lane.close(5.0)
+    tier.close()
+
+
 def test_a_close_does_not_wait_for_a_disk_that_hangs(tmp_path, faulty, clock, monkeypatch, caplog):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     monkeypatch.setattr(disk_set, "CLOSE_S", 0.5)
     faulty.stuck.add(tmp_path / "disk1")
     tier.close(KEYS)
@@ -389,19 +427,20 @@ def test_nobody_waits_to_delete_on_a_disk_that_is_slow_now(tmp_path, faulty, clo
     for key in slow[2:]:
         tier.delete(key)
     assert tier.owed == len(slow) - 2 and {read(tier, key) for key in slow[2:]} == {False}
+    store = Store(Pool(1, SLOT), [TierSpec(tier, Lane("nvme", 1, urgent_bound=9, bound=9))])
+    assert store.lower[0].purge_unseen(None).result(10) == (0, True)
+    assert len([*tmp_path.glob("*/cleared-*")]) == 3, "the others know it, should it not be done"
     fill(tier, slow[-1:])
     assert tier.find(slow[-1:]) == 1, "it is on another disk"
     faulty.hung.clear()
     faulty.goes.set()
     wait_for(lambda: not tier.owed, "deleted")
     assert set(of(tier, 2)) == set(slow[:2]) and holds(tier, slow[-1])
-    assert lane.close(5.0)
-    tier.close()
+    assert lane.close(5.0) and store.close(5.0)
 
 
 def test_a_record_that_cannot_be_erased_now_is_erased_later(tmp_path, faulty, clock):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     gone = of(tier, 1)
     faulty.unwritable.add(tmp_path / "disk1")
     for key in gone:
@@ -411,14 +450,13 @@ def test_a_record_that_cannot_be_erased_now_is_erased_later(tmp_path, faulty, cl
     clock.now += 60
     assert tried(tier) == (gone[3:], []) and not tier.owed
     tier.close()
-    alone = NvmeTier(tmp_path / "disk1", room(20), SLOT)
-    assert not alone.recovered()
+    alone = chunk_folder(tmp_path / "disk1", room(20))
+    assert not alone.held()
     alone.close()
 
 
 def test_a_damaged_index_costs_its_own_disk(tmp_path, clock):
-    tier = opened(tmp_path, clock)
-    fill(tier, KEYS)
+    tier = filled(tmp_path, clock)
     first = set(of(tier, 0))
     tier.close(KEYS)
     index = tmp_path / "disk0/index.kvtier"
@@ -451,7 +489,7 @@ def test_folders_that_cannot_be_one_tier_are_named_before_any_is_opened(tmp_path
         parts.open(section(one, other), around)
     assert not one.exists()
     other.chmod(0o700)
-    used = NvmeTier(other, room(4), SLOT)
+    used = chunk_folder(other, room(4))
     with pytest.raises(TierError, match=f"{other}: in use by"):
         parts.open(section(one, other), around)
     used.close()
@@ -568,7 +606,7 @@ def test_a_deletion_that_hangs_holds_up_no_other_one(tmp_path, faulty, clock):
     assert stored.tier.owed == 3
     faulty.stuck.clear()
     faulty.goes.set()
-    wait_for(lambda: stored.tier.disks[2].idle, "they are done")
+    wait_for(lambda: stored.tier.disks[2].calls == 0, "they are done")
     stored.mend(faulty)
     assert not of(stored.tier, 2) and not stored.lower.chunks.leaving
     assert stored.store.close(5.0)

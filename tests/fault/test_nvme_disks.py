@@ -1,5 +1,5 @@
-"""Full, failing, limited and unsuitable disks under NvmeTier: real file systems, mounted where the
-machine allows."""
+"""Full, failing, limited and unsuitable disks under ChunkFolder: real file systems, mounted where
+the machine allows."""
 
 import logging
 import os
@@ -13,9 +13,8 @@ from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import TierError
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
-from tests.nvme_place import LAYOUT, SLOT, fill, held, holds, room, tried
+from tests.nvme_place import LAYOUT, SLOT, chunk_folder, fill, held, holds, is_direct, room, tried
 
 SLOTS = 8
 ROOM = room(SLOTS)
@@ -61,15 +60,15 @@ def fill_up(folder):
 def test_a_disk_without_room_is_refused_and_left_as_it_was(mount):
     disk = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
     with pytest.raises(TierError, match="must stay free"):
-        NvmeTier(disk / "tier", 1 << 20, SLOT)
+        chunk_folder(disk / "tier", 1 << 20)
     assert not list(disk.iterdir())
-    NvmeTier(disk / "tier", 900_000, SLOT).close()
+    chunk_folder(disk / "tier", 900_000).close()
 
 
 def test_a_full_disk_refuses_writes_and_recovers(mount, caplog):
     """Preallocation makes this impossible, until somebody truncates the file."""
     disk = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
-    tier = NvmeTier(disk / "tier", ROOM, SLOT)
+    tier = chunk_folder(disk / "tier", ROOM)
     os.truncate(disk / "tier" / "slots.kvtier", 0)
     filler = fill_up(disk)
     for key in KEYS:
@@ -93,7 +92,7 @@ def test_a_device_that_fails_and_tears_writes_costs_only_those(mount):
     subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
     disk = mount("-o", "loop,errors=continue", str(image))
     keys = LAYOUT.keys(range(100))
-    tier = NvmeTier(disk / "tier", room(100), SLOT)
+    tier = chunk_folder(disk / "tier", room(100))
     fill(tier, keys[:8])
     fill_up(outer)
     stored = [key for key in keys[8:] if tier.write(key, content(key, SLOT))]
@@ -105,7 +104,7 @@ def test_a_device_that_fails_and_tears_writes_costs_only_those(mount):
 
 
 def test_a_file_size_limit_refuses_writes(tmp_path):
-    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    tier = chunk_folder(tmp_path / "tier", ROOM)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * SLOT + PAGE_BYTES, before[1]))
     try:
@@ -121,8 +120,8 @@ def test_a_file_size_limit_refuses_writes(tmp_path):
 
 
 def test_without_o_direct_it_works_and_warns_once(mount, caplog):
-    tier = NvmeTier(mount("-t", "ramfs", "ramfs") / "tier", ROOM, SLOT)
-    assert not tier.direct
+    tier = chunk_folder(mount("-t", "ramfs", "ramfs") / "tier", ROOM)
+    assert not is_direct(tier)
     warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(warned) == 1
     assert "refuses O_DIRECT" in warned[0]
@@ -151,6 +150,7 @@ class Disks:
 
     def filled(self):
         tier = self.opened()
+        assert not tier.recovered()
         fill(tier, self.keys)
         return tier
 
@@ -169,7 +169,7 @@ def disks(mount, tmp_path):
 
 
 def of(tier, at):
-    return set(tier.disks[at].well_tier.held())
+    return set(tier.disks[at].chunks.held())
 
 
 @pytest.mark.extended

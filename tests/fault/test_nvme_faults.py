@@ -1,5 +1,5 @@
-"""What a crash, a stranger or records that contradict each other do to NvmeTier: it may forget, it
-never lies. Bits, files and slots that are damaged are in ``tests/trust/corruption.py``."""
+"""What a crash, a stranger or records that contradict each other do to ChunkFolder: it may forget,
+it never lies. Bits, files and slots that are damaged are in ``tests/trust/corruption.py``."""
 
 import os
 import random
@@ -21,8 +21,7 @@ from kvtier.tiers.nvme.index import (
     pack_record,
     payload_checksum,
 )
-from kvtier.tiers.nvme.tier import NvmeTier
-from tests.nvme_place import LAYOUT, ON_SETS, SLOT, fill, flip, held, opened, room
+from tests.nvme_place import LAYOUT, ON_SETS, SLOT, chunk_folder, fill, flip, held, opened, room
 
 SLOTS = 8
 ROOM = room(SLOTS)
@@ -33,14 +32,14 @@ KILLS = 20
 @pytest.fixture
 def place(tmp_path):
     """A tier's folder after a clean close: chunk i in slot i, all slots taken."""
-    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    tier = chunk_folder(tmp_path / "tier", ROOM)
     fill(tier, KEYS)
     tier.close(KEYS)
     return tmp_path / "tier"
 
 
 def recovered(tier):
-    return {KEYS.index(key) for key in tier.recovered()}
+    return {KEYS.index(key) for key in tier.held()}
 
 
 def record_at(slot):
@@ -52,10 +51,10 @@ def record_at(slot):
 
 def test_a_dropped_chunk_stays_dropped_after_a_crash(place):
     flip(place / "slots.kvtier", 3 * SLOT)
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     assert held(tier, KEYS) == set(range(SLOTS)) - {3}
     del tier
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     assert recovered(tier) == set(range(SLOTS)) - {3}
     tier.close()
 
@@ -70,7 +69,7 @@ def test_records_from_before_there_were_owners_are_nobodys(place):
             )
             table.seek(record_at(slot))
             table.write(body + check.pack(xxh3_64_intdigest(body, seed=seed + slot)))
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     assert recovered(tier) == held(tier, KEYS) == set(range(SLOTS))
     assert tier.owners(KEYS) == [UNOWNED] * SLOTS
     tier.close()
@@ -78,16 +77,16 @@ def test_records_from_before_there_were_owners_are_nobodys(place):
 
 def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path):
     whose = [owner_of(LAYOUT.fingerprint, f"tenant{slot % 2}") for slot in range(SLOTS)]
-    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    tier = chunk_folder(tmp_path / "tier", ROOM)
     for key, owner in zip(KEYS, whose, strict=True):
         assert tier.write(key, content(key, SLOT), owner)
     del tier  # no close
-    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    tier = chunk_folder(tmp_path / "tier", ROOM)
     assert tier.owners(KEYS) == whose
     tier.close()
     assert b"tenant" not in (tmp_path / "tier" / "index.kvtier").read_bytes()
     flip(tmp_path / "tier" / "index.kvtier", record_at(3) + 64)
-    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    tier = chunk_folder(tmp_path / "tier", ROOM)
     assert tier.owners(KEYS) == [*whose[:3], UNOWNED, *whose[4:]]
     assert held(tier, KEYS) == set(range(SLOTS)) - {3}, "another owner makes it no record"
     tier.close()
@@ -96,7 +95,7 @@ def test_owners_outlive_a_crash_and_a_name_cannot_be_read_from_the_disk(tmp_path
 def test_a_foreign_version_is_emptied_with_one_warning(place, caplog):
     with (place / "index.kvtier").open("r+b") as table:
         table.write(Superblock(SLOT, SLOTS, 1, clean=True, version=2).pack())
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     assert caplog.text.count("dropped: the format is version 2") == 1
     assert recovered(tier) == held(tier, KEYS) == set()
     tier.close()
@@ -105,14 +104,14 @@ def test_a_foreign_version_is_emptied_with_one_warning(place, caplog):
 @pytest.mark.parametrize("name", ["index.kvtier", "slots.kvtier"])
 def test_a_lost_file_costs_all(place, name):
     (place / name).unlink()
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     assert recovered(tier) == held(tier, KEYS) == set()
     fill(tier, KEYS)
     tier.close()
 
 
 def test_a_file_truncated_under_us_is_a_miss_not_an_error(place):
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     os.truncate(place / "slots.kvtier", 6 * SLOT)
     assert held(tier, KEYS) == set(range(6))
     assert tier.counts["failed_reads"] == 2
@@ -126,8 +125,8 @@ def test_a_payload_is_not_believed_under_another_key(place):
         table.write(
             pack_record(3, SLOT, stranger, payload_checksum(KEYS[3], content(KEYS[3], SLOT)), 100)
         )
-    tier = NvmeTier(place, ROOM, SLOT)
-    assert stranger in tier.recovered()
+    tier = chunk_folder(place, ROOM)
+    assert stranger in tier.held()
     assert not tier.read(stranger, memoryview(bytearray(SLOT)))
     tier.close()
 
@@ -136,7 +135,7 @@ def test_a_payload_is_not_believed_under_another_key(place):
 def test_a_record_with_a_number_that_no_life_reaches_is_damaged(number, tmp_path):
     """Its checksum is right. Numbers go on from the largest, which must leave room for more."""
     key, other = LAYOUT.keys(range(2))
-    tier = NvmeTier(tmp_path, room(4), SLOT)
+    tier = chunk_folder(tmp_path, room(4))
     fill(tier, [key])
     tier.close()
     whole = memoryview(content(other, SLOT))
@@ -148,7 +147,7 @@ def test_a_record_with_a_number_that_no_life_reaches_is_damaged(number, tmp_path
         file.seek(PAGE_BYTES + RECORD_BYTES)
         file.write(record)
     for _ in range(2):
-        again = NvmeTier(tmp_path, room(4), SLOT)
+        again = chunk_folder(tmp_path, room(4))
         assert held(again, [key, other]) == {0}
         fill(again, [other])
         assert again.counts["lifetime_bytes"] < 1 << 40
@@ -169,9 +168,9 @@ def test_of_two_records_for_a_key_the_newer_counts(place):
         slots.write(data)
         slots.seek(1 * SLOT)
         slots.write(bytes(SLOT))
-    tier = NvmeTier(place, ROOM, SLOT)
-    keys = list(tier.recovered())
-    assert len(keys) == len(set(keys)) == SLOTS - 1
+    tier = chunk_folder(place, ROOM)
+    keys = tier.held()
+    assert len(keys) == SLOTS - 1 and tier.owed == 1
     assert held(tier, KEYS) == set(range(SLOTS)) - {5}
     fill(tier, KEYS[5:6])
     assert not tier.write(ChunkKey(KEYS[0][::-1]), data)
@@ -247,7 +246,7 @@ def test_kill_9_at_random_points_costs_nothing_that_was_acknowledged(tmp_path, d
 def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place, monkeypatch):
     """Another thread writes a chunk while a record is erased. In the wrong order its own record is
     erased: after a crash a chunk that was acknowledged is gone."""
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     new, acknowledged = LAYOUT.keys([9]), []
 
     def meanwhile(slot, record):
@@ -257,10 +256,11 @@ def test_a_slot_is_free_only_when_its_record_is_off_the_disk(place, monkeypatch)
 
     monkeypatch.setattr(tier._files, "write_record", meanwhile)
     tier.delete(KEYS[4])
+    assert tier.settle()
     monkeypatch.undo()
     assert acknowledged == [False], "no slot is free yet"
     fill(tier, new)
     del tier  # a crash
-    tier = NvmeTier(place, ROOM, SLOT)
+    tier = chunk_folder(place, ROOM)
     assert held(tier, [*KEYS, *new]) == set(range(SLOTS + 1)) - {4}
     tier.close()

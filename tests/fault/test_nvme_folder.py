@@ -24,11 +24,9 @@ from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, holders_of_removed, leads_to
 from kvtier.tiers.nvme.in_use import wait_until_free
-from kvtier.tiers.nvme.tier import NvmeTier
-from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.child_process import wait_for
 from tests.descriptors import descriptors
-from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
+from tests.nvme_place import LAYOUT, SLOT, chunk_folder, fill, holds, room
 from tests.server_process import SLOT as SERVED_SLOT
 from tests.server_process import ServerProcess, attached, load, run, save, short_folder
 
@@ -62,7 +60,7 @@ def checked(folder):
 
 def test_a_folder_in_use_is_waited_for_and_not_for_ever(tmp_path):
     wait_until_free([tmp_path / "none", tmp_path], 0.0)
-    tier = NvmeTier(tmp_path, ROOM, SLOT)
+    tier = chunk_folder(tmp_path, ROOM)
     with pytest.raises(TierError, match=f"still in use by process {os.getpid()} after 0 s; end it"):
         wait_until_free([tmp_path], 0.0)
     tier.close()
@@ -87,7 +85,7 @@ def test_who_holds_a_removed_file_is_found_while_other_processes_end(tmp_path, m
 def refused(folder, words):
     """By the tier, by a store that is made from the configuration, by the check and by an erase."""
     with pytest.raises(TierError, match=words):
-        NvmeTier(folder, ROOM, SLOT)
+        chunk_folder(folder, ROOM)
     settings = {
         "KVTIER_NVME_PATH": str(folder),
         "KVTIER_NVME_BYTES": f"{ROOM}B",
@@ -105,7 +103,7 @@ def refused(folder, words):
 
 
 def closed_tier(folder):
-    tier = NvmeTier(folder, ROOM, SLOT)
+    tier = chunk_folder(folder, ROOM)
     fill(tier, KEYS)
     tier.close()
 
@@ -164,7 +162,7 @@ def test_a_strangers_file_is_neither_believed_nor_changed(tmp_path, name):
     assert (tmp_path / "tier" / name).read_bytes() == before
     assert f"remove {tmp_path / 'tier' / name}" in checked(tmp_path / "tier").stderr
     (tmp_path / "tier" / name).unlink()
-    NvmeTier(tmp_path / "tier", ROOM, SLOT).close()
+    chunk_folder(tmp_path / "tier", ROOM).close()
 
 
 @FILES
@@ -239,7 +237,7 @@ def test_a_strangers_link_on_the_way_leads_nowhere(open_place, tmp_path):
         with pytest.raises(
             TierError, match=f"user {NOBODY} made the symbolic link to {tmp_path / 'victim'}"
         ):
-            NvmeTier(place, ROOM, SLOT)
+            chunk_folder(place, ROOM)
         with pytest.raises(TierError, match=f"user {NOBODY} made the symbolic link"):
             check(place)
     assert list((tmp_path / "victim").iterdir()) == []
@@ -296,44 +294,20 @@ def take_payloads(folder):
 
 
 @pytest.mark.parametrize("lose", [remove, replace, empty, take_payloads])
-@pytest.mark.parametrize("sealed", [False, True])
-def test_a_lost_folder_is_told_and_written_no_more(tmp_path, lose, sealed):
-    assert callable(lose)
-    size = sealed_bytes(SLOT) if sealed else SLOT
-    below = NvmeTier(tmp_path / "tier", room(8, size), size)
-    tier = SealedTier(below, bytes(range(32)), SLOT) if sealed else below
+def test_a_lost_folder_is_told_and_written_no_more(tmp_path, lose):
+    tier = chunk_folder(tmp_path / "tier", ROOM)
     for key in KEYS[:3]:
         assert tier.write(key, content(key, SLOT))
     assert tier.trouble == ""
     lose(tmp_path / "tier")
     lost = [tier.write(key, memoryview(bytes(SLOT))) for key in KEYS[3:6]]
     assert lost == [False] * 3
-    assert below.counts["refused"] == 3
+    assert tier.counts["refused"] == 3
     into = memoryview(bytearray(SLOT))
     for key in KEYS[:3]:
         assert tier.read(key, into), "what it holds is served"
         assert into == content(key, SLOT)
     assert tier.trouble == "its folder was removed or replaced"
-    tier.close()
-
-
-def test_a_read_notices_it_too(tmp_path):
-    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
-    fill(tier, KEYS[:1])
-    remove(tmp_path / "tier")
-    whole = memoryview(bytearray(SLOT))
-    assert tier.read(KEYS[0], whole)
-    assert "was removed" in tier.trouble
-    tier.close()
-
-
-def test_when_the_folder_is_back_it_is_written_again(tmp_path):
-    tier = NvmeTier(tmp_path / "tier", ROOM, SLOT)
-    (tmp_path / "tier").rename(tmp_path / "away")
-    assert not tier.write(KEYS[0], memoryview(bytes(SLOT)))
-    (tmp_path / "away").rename(tmp_path / "tier")
-    fill(tier, KEYS)
-    assert tier.trouble == ""
     tier.close()
 
 
@@ -347,10 +321,10 @@ def test_a_disk_that_cannot_be_asked_is_no_lost_folder(tmp_path, monkeypatch):
 
 
 def test_who_opens_the_same_path_next_is_told_of_the_first(tmp_path, caplog):
-    first = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    first = chunk_folder(tmp_path / "tier", ROOM)
     fill(first, KEYS[:1])
     remove(tmp_path / "tier")
-    second = NvmeTier(tmp_path / "tier", ROOM, SLOT)
+    second = chunk_folder(tmp_path / "tier", ROOM)
     assert f"process {os.getpid()} still uses the files that were removed from here" in caplog.text
     fill(second, KEYS[1:2])
     assert (holds(first, KEYS[0]), holds(second, KEYS[0])) == (True, False)

@@ -15,10 +15,9 @@ from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.files import lock
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, pack_record, payload_checksum
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import wait_for
 from tests.command import kvtier
-from tests.nvme_place import LAYOUT, SLOT, fill, flip, held, room
+from tests.nvme_place import LAYOUT, SLOT, chunk_folder, fill, flip, held, room
 from tests.server_process import ServerProcess, attached, run, save, short_folder
 
 SLOTS = 8
@@ -28,7 +27,7 @@ RECORDS_AT = 4096
 
 def filled(folder):
     """Six chunks in slots 0 to 5. Slots 6 and 7 are free."""
-    tier = NvmeTier(folder, room(SLOTS), SLOT)
+    tier = chunk_folder(folder, room(SLOTS))
     fill(tier, KEYS)
     tier.close()
 
@@ -74,7 +73,7 @@ def test_repair_frees_what_is_bad_and_keeps_what_is_good(tmp_path):
     flip(tmp_path / INDEX_NAME, RECORDS_AT + 3 * RECORD_BYTES + 60)
     assert check(tmp_path, repair=True).repaired == 2
     assert counts(check(tmp_path)) == (4, 0, 0, 0, 4)
-    tier = NvmeTier(tmp_path, room(SLOTS), SLOT)
+    tier = chunk_folder(tmp_path, room(SLOTS))
     assert tier.counts["corrupt"] == 0
     assert held(tier, KEYS) == {0, 2, 4, 5}
     fill(tier, [*LAYOUT.keys([100, 101, 102, 103])])
@@ -129,13 +128,13 @@ def test_a_superblock_that_is_not_readable(tmp_path):
     assert report.bad
     assert "superblock" in report.problems[0]
     assert not check(tmp_path, repair=True).bad
-    tier = NvmeTier(tmp_path, room(SLOTS), SLOT)
-    assert tier.recovered() == []
+    tier = chunk_folder(tmp_path, room(SLOTS))
+    assert tier.held() == []
     tier.close()
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    tier = NvmeTier(tmp_path, room(SLOTS), SLOT)
+    tier = chunk_folder(tmp_path, room(SLOTS))
     for look in (check, discard):
         with pytest.raises(TierError, match=f"in use by process {os.getpid()}"):
             look(tmp_path)
@@ -147,7 +146,7 @@ def test_the_disk_of_a_tier_comes_back_by_one_command(tmp_path):
     place = tmp_path / "kvtier"
     filled(place / "slots-8192")
     filled(place / "slots-9000")
-    tier = NvmeTier(place / "slots-8192", room(SLOTS), SLOT)
+    tier = chunk_folder(place / "slots-8192", room(SLOTS))
     refused = kvtier("clear", "--folder", place)
     assert refused.returncode == 2 and f"in use by process {os.getpid()}" in refused.stderr
     tier.close()
@@ -166,7 +165,7 @@ def test_what_cannot_be_given_back_holds_up_nothing_else(tmp_path):
     (place / "a").symlink_to(tmp_path / "elsewhere")
     if os.geteuid() == 0:
         os.lchown(place / "a", 65534, 65534)
-    busy = NvmeTier(place / "b", room(SLOTS), SLOT)
+    busy = chunk_folder(place / "b", room(SLOTS))
     done = kvtier("clear", "--folder", place)
     busy.close()
     assert done.returncode == 2 and f"in use by process {os.getpid()}" in done.stderr
@@ -186,7 +185,7 @@ def test_a_superblock_that_says_what_no_tier_is_is_none(slot_bytes, slots, tmp_p
     superblock(tmp_path / "nvme", slot_bytes, slots)
     report = check(tmp_path / "nvme")
     assert report.problems and report.bad
-    tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    tier = chunk_folder(tmp_path / "nvme", room(SLOTS))
     assert held(tier, KEYS) == set()
     tier.close()
     superblock(tmp_path / "nvme", slot_bytes, slots)
@@ -200,13 +199,13 @@ def superblock(folder, slot_bytes, slots):
 
 def test_of_two_owners_in_one_folder_one_owners_chunks_go(tmp_path):
     ours, theirs = 11, 22
-    tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    tier = chunk_folder(tmp_path / "nvme", room(SLOTS))
     for at, key in enumerate(KEYS):
         assert tier.write(key, content(key, SLOT), ours if at % 2 else theirs)
     tier.close()
     assert discard(tmp_path / "nvme", ours) == 3
     assert check(tmp_path / "nvme").free == SLOTS - 3
-    again = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    again = chunk_folder(tmp_path / "nvme", room(SLOTS))
     assert held(again, KEYS) == {0, 2, 4} and set(again.owners(KEYS[::2])) == {theirs}
     again.close()
     assert discard(tmp_path / "nvme", theirs) == 3
@@ -224,9 +223,9 @@ def test_a_start_that_meets_a_clear_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "lock", late)
     with pytest.raises(TierError, match="another process has just removed it; start again"):
-        NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+        chunk_folder(tmp_path / "nvme", room(SLOTS))
     assert cleared == [6]
-    tier = NvmeTier(tmp_path / "nvme", room(SLOTS), SLOT)
+    tier = chunk_folder(tmp_path / "nvme", room(SLOTS))
     fill(tier, KEYS)
     tier.close()
     assert check(tmp_path / "nvme").good == 6

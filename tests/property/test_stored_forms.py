@@ -19,10 +19,9 @@ from kvtier.tiers.nvme.index import (
     read_records,
     table_bytes,
 )
-from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import HEADER_BYTES
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
-from tests.nvme_place import LAYOUT, SLOT, fill, holds, room
+from tests.nvme_place import LAYOUT, SLOT, chunk_folder, fill, holds, room
 from tests.redis_server import FORM, RedisServer
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk
 from tests.tier_chunks import holds as redis_holds
@@ -115,8 +114,8 @@ def test_a_folder_with_anything_in_it_is_opened_and_holds_no_lie(
         (folder / name).touch(0o600)
     (folder / INDEX_NAME).write_bytes(head.ljust(PAGE_BYTES, b"\0") + table)
     (folder / SLOTS_NAME).write_bytes(b"\xa5" * payload)
-    tier = NvmeTier(folder, room(SLOTS), SLOT)
-    assert not [key for key in tier.recovered() if holds(tier, key)]
+    tier = chunk_folder(folder, room(SLOTS))
+    assert not [key for key in tier.held() if holds(tier, key)]
     keys = LAYOUT.keys(range(3))
     fill(tier, keys)
     assert all(holds(tier, key) for key in keys)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
-from kvtier.tiers.nvme.tier import NvmeTier
+from tests.nvme_place import chunk_folder, delete
 
 SLOT = PAGE_BYTES
 SLOTS = 32
@@ -51,9 +51,7 @@ class Reader:
 
     def read(self, tier, key):
         held = bool(tier.read(key, self._into))
-        self.tally.expect(
-            not held or self._into == self.right[key], f"{tier.name} serves wrong bytes"
-        )
+        self.tally.expect(not held or self._into == self.right[key], "wrong bytes are served")
         return held
 
     def expect_lost(self, tier, lost, what):
@@ -71,7 +69,7 @@ class Reader:
             after - before == len(gone), f"{what}: {after - before} counted, {len(gone)} damaged"
         )
         self.tally.expect(
-            all(tier.find([self.keys[index]]) == 0 for index in missed), f"{what}: kept"
+            not any(self.read(tier, self.keys[index]) for index in missed), f"{what}: kept"
         )
         for index in missed:
             stored = tier.write(self.keys[index], memoryview(self.right[self.keys[index]]))
@@ -91,7 +89,7 @@ class Place:
         self.keys = ChunkLayout(bytes(32), 1, 1, (SLOT,)).keys(range(SLOTS))
         self.reader = Reader(tally, self.keys, SLOT)
         self.sound, self.path = folder / "sound", folder / "tier"
-        tier = NvmeTier(self.sound, ROOM, SLOT, direct=False)
+        tier = chunk_folder(self.sound, ROOM, SLOT)
         for key in self.keys:
             tier.write(key, content(key, SLOT))
         tier.close(self.keys)
@@ -102,7 +100,7 @@ class Place:
 
     @contextmanager
     def opened(self, room=ROOM):
-        tier = NvmeTier(self.path, room, SLOT, direct=False)
+        tier = chunk_folder(self.path, room, SLOT)
         try:
             yield tier
         finally:
@@ -141,7 +139,7 @@ def every_bit_of_the_superblock(place):
         place.flip(INDEX, [bit])
         with place.opened() as tier:
             place.tally.cases += 1
-            place.tally.expect(list(tier.recovered()) == [], f"superblock bit {bit}: believed")
+            place.tally.expect(tier.held() == [], f"superblock bit {bit}: believed")
             place.tally.expect(
                 not place.reader.read(tier, place.keys[bit % SLOTS]),
                 f"superblock bit {bit}: served",
@@ -169,7 +167,7 @@ def random_bits_of_payloads(place, bits, draw):
         for turn in range(-(-bits // (SLOTS // 2))):
             where = dict.fromkeys(draw.sample(range(SLOTS), SLOTS // 2))
             # Rewritten chunks have moved: ask the tier's own index where they lie.
-            slots = {index: tier._places[place.keys[index]] % tier.capacity for index in where}
+            slots = {index: tier._places[place.keys[index]] % tier.slots for index in where}
             place.flip(
                 PAYLOAD, [slot * SLOT * 8 + draw.randrange(SLOT * 8) for slot in slots.values()]
             )
@@ -224,7 +222,7 @@ def swapped_and_stale(place):
         others = [ChunkKey(key[::-1]) for key in place.keys[:8]]
         with place.opened() as tier:
             for key, other in zip(place.keys[:8], others, strict=True):
-                tier.delete(key)
+                delete(tier, key)
                 tier.write(other, content(other, SLOT))
         (place.path / name).write_bytes(old)
         stale = Reader(place.tally, others, SLOT)
@@ -233,7 +231,7 @@ def swapped_and_stale(place):
                 not any(stale.read(tier, key) for key in others), f"{name} is stale: served"
             )
             for other in others:
-                tier.delete(other)
+                delete(tier, other)
             place.reader.expect_lost(tier, range(8), f"{name} is stale")
 
 
@@ -253,7 +251,7 @@ def foreign_files(place):
         with (place.path / INDEX).open("r+b") as file:
             file.write(page())
         with place.opened() as tier:
-            place.tally.expect(list(tier.recovered()) == [], f"foreign {what}: believed")
+            place.tally.expect(tier.held() == [], f"foreign {what}: believed")
             place.reader.expect_lost(tier, range(SLOTS), f"foreign {what}")
     place.restore()
     other = ChunkLayout(b"\1" * 32, 1, 1, (SLOT,)).keys(range(SLOTS))
@@ -267,7 +265,7 @@ def foreign_files(place):
             tier.counts["misses"] - before == SLOTS, "another model's file: not counted"
         )
         place.tally.cases += SLOTS
-    foreign = NvmeTier(place.path.with_name("foreign"), ROOM, SLOT, direct=False)
+    foreign = chunk_folder(place.path.with_name("foreign"), ROOM, SLOT)
     for key in other:
         foreign.write(key, content(key, SLOT))
     foreign.close(other)

@@ -1,4 +1,4 @@
-"""A simulated disk under the real NvmeTier: its files' ``os`` and ``fcntl`` lead here.
+"""A simulated disk under the real ChunkFolder: its files' ``os`` and ``fcntl`` lead here.
 
 Sectors of 512 bytes. A write reaches the page cache and is durable with the next fdatasync of its
 file. A process that is killed loses nothing that was written. A power cut leaves of each unsynced

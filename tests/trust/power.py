@@ -3,7 +3,7 @@ some of them.
 
 ``python -m tests.trust.power [--cuts 1000] [--seed 0]`` prints one object of JSON.
 
-A store with real lanes and a real :class:`NvmeTier` saves, loads, evicts and forgets, is closed or
+A store with real lanes and a real :class:`DiskSet` saves, loads, evicts and forgets, is closed or
 dies and is opened again, while a layer between it and its two files notes what is written where,
 and which writes a completed ``fdatasync`` has made durable. A cut takes the journal up to any
 write. What was durable stays. Of every 512-byte sector that was not, any of its contents since then
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import logging
 import os
@@ -50,10 +49,10 @@ from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from kvtier.tiers.nvme.check import check
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, read_records
-from kvtier.tiers.nvme.tier import NvmeTier
-from tests.nvme_place import LAYOUT, SLOT, room
+from tests.nvme_place import LAYOUT, SLOT, chunk_folder, room
 from tests.server_process import load, save
 from tests.trust.disk import SECTOR, SimFile
 
@@ -138,20 +137,19 @@ def journal(folder, draw):
     with recorded() as recorder:
         for _ in range(OPENINGS):
             lane = Lane("nvme", 2, urgent_bound=256, bound=256)
-            place = TierSpec(
-                NvmeTier(folder, room(SLOTS), SLOT), lane, on_evict=draw.random() < 0.5
-            )
+            tier = DiskSet([DiskPlace(folder, room(SLOTS), 2)], SLOT)
+            place = TierSpec(tier, lane, on_evict=draw.random() < 0.5)
             store = Store(Pool(LONGEST + 3, SLOT), [place])
             for _ in range(TURNS):
                 keys = LAYOUT.keys([draw.randrange(PROMPTS), *range(draw.randrange(LONGEST))])
                 draw.choice((save, save, load))(store, keys)
                 if draw.random() < 0.1:
                     store.invalidate(keys[-1:])
-            # Closed, or dead: then the next one finds the records as they are, and descriptors go
-            # with their objects.
-            assert lane.close(5.0) if draw.random() < _DEATHS else store.close()
-            del store, place
-            gc.collect()
+            if draw.random() < _DEATHS:  # the next one finds the records as they are
+                assert lane.close(5.0) and tier.disks[0].lane.close(5.0)
+                tier.disks[0].chunks._files.release()
+            else:
+                assert store.close()
     return recorder.steps
 
 
@@ -238,8 +236,8 @@ def examine(folder, files, certain, damage, said):
         (folder / name).write_bytes(file.data)
     report = check(folder)
     said.lines.clear()
-    tier = NvmeTier(folder, room(SLOTS), SLOT, direct=False)
-    found = tier.recovered()
+    tier = chunk_folder(folder, room(SLOTS))
+    found = tier.held()
     served = {key for key in found if reads(tier, key)}
     assert (len(served), len(found) - len(served)) == (report.good, report.corrupt), (
         f"check says {report}"
@@ -259,8 +257,8 @@ def examine(folder, files, certain, damage, said):
         f"room for {len(served) + len(taken)} chunks of {SLOTS}"
     )
     tier.close(taken)
-    again = NvmeTier(folder, room(SLOTS), SLOT, direct=False)
-    assert set(again.recovered()) == served | set(taken), "another start finds other chunks"
+    again = chunk_folder(folder, room(SLOTS))
+    assert set(again.held()) == served | set(taken), "another start finds other chunks"
     assert all(reads(again, key) for key in (*served, *taken)), "what was whole is not any more"
     again.close()
     damage.counts.update(

@@ -42,10 +42,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import kvtier.tiers.nvme.chunk_folder
 import kvtier.tiers.nvme.disk_set
 import kvtier.tiers.nvme.files
 import kvtier.tiers.nvme.folder
-import kvtier.tiers.nvme.set_disk
 import kvtier.tiers.own_folder
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
@@ -60,9 +60,9 @@ from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
 from kvtier.tiers.away.object_layout import ObjectForm
 from kvtier.tiers.away.object_layout import room as object_room
+from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes
-from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.tier import RedisTier
 from tests.trust.clients import FRESH, RUNS, SLOT, Client, opened, right
@@ -130,11 +130,11 @@ class Simulation:
         """Of tiers of our own: when they are written, and how much: a chunk, then one in six
         minutes."""
         self.setting = rng.choice((LRU_SETTING, *SETTINGS))
-        disks = min(rng.choice((0, 0, 1, 2, 5)) if "nvme" in self.kinds else 0, self.capacity)
-        ends = [*sorted(rng.sample(range(1, self.capacity), max(0, disks - 1))), self.capacity]
+        disks = min(rng.choice((1, 2, 5)), self.capacity)
+        ends = [*sorted(rng.sample(range(1, self.capacity), disks - 1)), self.capacity]
         self.set = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        """Capacity of each disk of a set. Empty: the NVMe tier is one folder, and no set."""
-        self.set = self.set if disks else []
+        """Capacity of each disk of the NVMe tier."""
+        self.set = self.set if "nvme" in self.kinds else []
         self.disk, self.redis, self.bucket = SimDisk(world), SimRedis(world), SimObjects(world)
         self.media = {
             name: Medium(world, self.capacity, shared=name == "shared")
@@ -146,7 +146,7 @@ class Simulation:
         self.store: Store | None = None
         self.lanes: list[Lane] = []
         self.tiers: list[Watched] = []
-        self.nvme: list[NvmeTier] = []
+        self.nvme: list[ChunkFolder] = []
         """All there were."""
         self.process: Process | None = None
         self.opened = 0
@@ -228,8 +228,6 @@ class Simulation:
         )
 
     def tier(self, kind):
-        if kind == "nvme" and not self.set:
-            return self.nvme_tier(folder() / "disk0", _room(self.capacity), SLOT)
         if kind == "nvme":
             places = [
                 DiskPlace(folder() / f"disk{at}", _room(slots), self.world.rng.randint(1, 2))
@@ -246,8 +244,8 @@ class Simulation:
             return ObjectTier(bucket, OBJECT_FORM, bytes_, SLOT, clock)
         return SimTier(self.world, self.media[kind], kind)
 
-    def nvme_tier(self, *given, **more):
-        self.nvme.append(NvmeTier(*given, **more))
+    def chunk_folder(self, *given):
+        self.nvme.append(ChunkFolder(*given))
         return self.nvme[-1]
 
     def disks(self):
@@ -257,10 +255,8 @@ class Simulation:
         return tier
 
     def nvme_now(self):
-        """Its one NVMe tier, or those of its disks that are not left alone."""
-        if self.set:
-            return [disk.well_tier for disk in self.disks().disks if not disk.away]
-        return self.nvme[-1:]
+        """Folders of the disks that are not left alone."""
+        return [disk.chunks for disk in self.disks().disks if not disk.away]
 
     def running(self):
         assert self.store is not None
@@ -304,14 +300,15 @@ class Simulation:
         none."""
         if "nvme" not in self.kinds:
             return set(), set()
-        held = set[ChunkKey]().union(*(tier._places for tier in self.nvme_now()))
+        held = set[ChunkKey]().union(*(folder._places for folder in self.nvme_now()))
         return held, self.tiers[self.kinds.index("nvme")].moving
 
     def let_go(self):
         """No simulated descriptor may outlive the simulated ``os``."""
         self.world.failure = self.store = None
         for tier in self.nvme:
-            tier._files._index = tier._files._payload = tier._files._null = -1
+            if tier.was_open:
+                tier._files.index = tier._files._payload = tier._files._null = -1
         for lane in self.lanes:
             for queue in lane.queues.values():
                 queue.clear()
@@ -414,8 +411,8 @@ class Simulation:
     def touch(self):
         """A folder that was replaced is noticed when it is used."""
         for disk in self.disks().disks:
-            if disk.tier is not None:
-                disk.tier.works()
+            if disk.chunks.was_open:
+                disk.chunks.works()
 
     def sweep(self, store):
         """What disks that are left alone had is not told of any more, nor is their room."""
@@ -449,10 +446,7 @@ class Simulation:
             known, held = sorted(index.order), sorted(key for each in tiers for key in each._places)
             free = sum(len(each._free) + each.owed for each in tiers)
             room = index.capacity
-            if (
-                known != held
-                or not len(held) + free == sum(each.capacity for each in tiers) == room
-            ):
+            if known != held or not len(held) + free == sum(each.slots for each in tiers) == room:
                 raise ViolationError(
                     f"NVMe: {len(held)} held and {free} free of {room}, {len(known)} known"
                 )
@@ -559,12 +553,14 @@ def replaced(sim):
     files: Any = kvtier.tiers.nvme.files
     nvme: Any = kvtier.tiers.nvme
     before += [(files, "os", files.os), (files, "fcntl", files.fcntl)]
-    for module in (kvtier.tiers.own_folder, nvme.folder, nvme.set_disk):
+    for module in (kvtier.tiers.own_folder, nvme.folder, nvme.chunk_folder):
         before.append((module, "os", vars(module)["os"]))
     before.append((files, "holders_of_removed", files.holders_of_removed))
     stand_ins["holders_of_removed"] = lambda path: []
-    before.append((nvme.disk_set, "NvmeTier", NvmeTier))
-    stand_ins["NvmeTier"] = sim.nvme_tier
+    before.append((nvme.disk_set, "below", nvme.disk_set.below))
+    stand_ins["below"] = lambda place, pattern: []
+    before.append((nvme.disk_set, "ChunkFolder", ChunkFolder))
+    stand_ins["ChunkFolder"] = sim.chunk_folder
     for module, name, _ in before:
         setattr(module, name, stand_ins.get(name, sim.disk))
     try:

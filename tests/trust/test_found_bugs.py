@@ -13,9 +13,8 @@ from kvtier.core.pool import Pool
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
 from kvtier.testing import DictTier, ManualLane
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.descriptors import descriptors
-from tests.nvme_place import room
+from tests.nvme_place import chunk_folder, room
 from tests.trust.clients import LAYOUT, SLOT, right
 from tests.trust.tier_faults import nothing_more_to_open
 
@@ -159,19 +158,19 @@ def test_a_tier_that_gets_no_descriptor_says_so_in_its_own_words_and_keeps_none(
         nothing_more_to_open(os.getpid(), free),
         pytest.raises(TierError, match="Too many open files"),
     ):
-        NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT)
+        chunk_folder(tmp_path / "tier", room(4, SLOT), SLOT)
     assert descriptors() == before
-    NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT).close()
+    chunk_folder(tmp_path / "tier", room(4, SLOT), SLOT).close()
 
 
 def test_a_tier_closed_without_a_free_descriptor_keeps_nobody_out_of_its_folder(tmp_path):
     """It kept the lock until the process ended, because letting go needed one more descriptor."""
-    tier = NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT)
+    tier = chunk_folder(tmp_path / "tier", room(4, SLOT), SLOT)
     assert tier.write(OWN[0], memoryview(right(OWN[0])))
     with nothing_more_to_open(os.getpid()):
         tier.close(OWN[:1])
-    again = NvmeTier(tmp_path / "tier", room(4, SLOT), SLOT)
-    assert list(again.recovered()) == OWN[:1]
+    again = chunk_folder(tmp_path / "tier", room(4, SLOT), SLOT)
+    assert again.held() == OWN[:1]
     again.close()
 
 

@@ -23,7 +23,7 @@ from kvtier.core.pool import Pool
 from kvtier.extensions.objects import bucket
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.store import Store
-from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.redis.layout import Form
 from kvtier.tiers.redis.servers import RedisServers
 from kvtier.tiers.redis.tier import RedisTier
@@ -154,7 +154,7 @@ def goes_on_and_comes_back(tier, clock, *faults):
 
 def test_no_call_waits_for_a_stuck_disk_and_it_is_used_again(tmp_path):
     with hanging_disk() as disk:
-        tier = NvmeTier(tmp_path / "nvme", room(32), SLOT)
+        tier = DiskSet([DiskPlace(tmp_path / "nvme", room(32), 2)], SLOT)
         store = Store(Pool(SLOTS, SLOT), [(tier, Lane("nvme", 2, urgent_bound=4, bound=4))])
         push_out(store)
         with disk.hangs():

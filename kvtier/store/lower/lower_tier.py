@@ -281,12 +281,10 @@ class LowerTier:
         self._follow_chunks()
         with self._lock:
             self._follow_room()
-            key = self._to_delete.popleft() if self._to_delete else None
-        while key is not None:
-            self.tier.delete(key)
+        while self._to_delete:
             with self._lock:
-                self.chunks.deleted([key])
-                key = self._to_delete.popleft() if self._to_delete else None
+                going = [self._to_delete.popleft()] if self._to_delete else []
+            self.delete(going)
 
     def sweep_soon(self) -> None:
         """Queue a sweep if there is anything to delete. Where refused, queued work sweeps first."""
@@ -332,17 +330,16 @@ class LowerTier:
         """On a thread that may block: delete chunks that the Directory has given up."""
         for key in keys:
             self.tier.delete(key)
-        if keys:
             with self._lock:
-                self.chunks.deleted(keys)
+                self.chunks.deleted([key])
 
     def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
         """Delete the chunks of ``owner`` that a shared tier, or a disk that is left alone, has and
         this Store does not know: how many, and whether it was searched to the end. On the lane,
         where it takes seconds. What is being written is left to its writer."""
         future: Future[tuple[int, bool]] = Future()
-        there = self.tier.capacity == self._room_told and not self.tier.open_breakers
-        if there and not self.tier.shared:
+        there = self.tier.capacity == self._room_told
+        if there and not (self.tier.open_breakers or self.tier.owed) and not self.tier.shared:
             future.set_result((0, True))
         elif not self.lane.submit(partial(self._purge_unseen, owner, future)):
             future.set_result((0, False))

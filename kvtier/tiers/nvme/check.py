@@ -22,7 +22,7 @@ import numpy as np
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.tenant import may
-from kvtier.tiers.nvme.files import lock
+from kvtier.tiers.nvme.files import lock, read_table
 from kvtier.tiers.nvme.folder import INDEX_NAME, LEARNT_NAME, SLOTS_NAME, TierFolder
 from kvtier.tiers.nvme.index import (
     EMPTY_RECORD,
@@ -34,8 +34,6 @@ from kvtier.tiers.nvme.index import (
     read_records,
     table_bytes,
 )
-
-_STEP_BYTES = 8 << 20
 
 
 class Report(msgspec.Struct):
@@ -155,9 +153,7 @@ def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records
     """The records in the file. The slots behind them are free."""
     there = max(0, os.fstat(index).st_size - PAGE_BYTES) // RECORD_BYTES
     slots = min(superblock.slots, there)
-    table = memoryview(bytearray(slots * RECORD_BYTES))
-    for start in range(0, len(table), _STEP_BYTES):
-        os.preadv(index, [table[start : start + _STEP_BYTES]], PAGE_BYTES + start)
+    table = read_table(index, slots)
     return table, read_records(table, slots, superblock.slot_bytes)
 
 

@@ -1,5 +1,5 @@
-"""DiskSet: folders on several disks as one tier. Each folder is a whole :class:`NvmeTier`, as it is
-alone, so a folder from before is one disk of a set, and warm.
+"""DiskSet: the NVMe tier: a folder, or folders on several disks. Each is whole, a
+:class:`ChunkFolder`, so a folder that was alone is one disk of a set, and warm.
 
 A chunk lies whole on one disk, which is chosen when it is written. The chunks of a prompt are
 spread, so one load reads from all disks. Pieces of one chunk on all disks would be read no sooner
@@ -19,7 +19,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +30,11 @@ from kvtier.core.errors import KVTierError, TierError
 from kvtier.core.report import DiskStatus
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.tiers.base import EVENTS, EventCounts, Tier
+from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.disks import servers_bytes
-from kvtier.tiers.nvme.folder import is_silent
-from kvtier.tiers.nvme.index import slots_within, table_bytes
+from kvtier.tiers.nvme.folder import asked, below, is_silent
+from kvtier.tiers.nvme.index import table_bytes
 from kvtier.tiers.nvme.set_disk import SetDisk
-from kvtier.tiers.nvme.tier import NvmeTier
 
 _LOG = logging.getLogger(__name__)
 START_S, CLOSE_S = 10.0, 10.0
@@ -51,8 +53,8 @@ class DiskPlace(NamedTuple):
 
 
 class DiskSet(Tier):
-    """Raises TierError where no disk can be opened, and none hangs. ``lent`` and ``in_huge_pages``:
-    see :class:`NvmeTier`.
+    """Raises TierError where no disk can be opened, and none hangs. ``in_huge_pages``, and ``lent``
+    for :meth:`ChunkFolder.open`: see :class:`ChunkFolder`.
 
     Threads: any number of lane threads. ``_lock`` guards the disks' states, and ``_admitting``, for
     one disk at a time, which chunks others have. No I/O under them.
@@ -73,15 +75,9 @@ class DiskSet(Tier):
         self._lock, self._admitting = threading.Lock(), threading.Lock()
         self._tried = threading.Condition(self._lock)
         self._lent, self._closed = lent, False
-
-        def opened(place: DiskPlace, lent: bool) -> NvmeTier:
-            folder, bytes_, _ = place
-            return NvmeTier(folder, bytes_, slot_bytes, lent=lent, in_huge_pages=in_huge_pages)
-
         self.disks = [
             SetDisk(
-                place.folder,
-                partial(opened, place),
+                ChunkFolder(place.folder, place.bytes_, slot_bytes, in_huge_pages),
                 place.most_calls,
                 threading.Condition(self._lock),
                 clock,
@@ -91,12 +87,9 @@ class DiskSet(Tier):
         self._events = EventCounts(EVENTS, _LOG, "NVMe tier's disks")
         self._turn = 0.0
         self._lost: list[ChunkKey] = []
-        self._found: list[tuple[SetDisk, Sequence[ChunkKey]]] = []
-        self.capacity = 0
+        self._found: list[SetDisk] = []
         self.chunk_room = slot_bytes
-        self.fixed_room = sum(
-            table_bytes(slots_within(place.bytes_, slot_bytes)) for place in places
-        )
+        self.fixed_room = sum(table_bytes(disk.chunks.slots) for disk in self.disks)
         self._try_again()
         self._wait_for_start()
 
@@ -104,13 +97,14 @@ class DiskSet(Tier):
         until = time.monotonic() + START_S
         with self._lock:
             while any(
-                (disk.calls or disk.owed) and not is_silent(disk.folder) for disk in self.disks
+                (disk.calls or (disk.chunks.owed and not disk.away)) and not is_silent(disk.folder)
+                for disk in self.disks
             ) and ((left := until - time.monotonic()) > 0):
                 self._tried.wait(left)
             away = [disk for disk in self.disks if disk.away]
             for disk in away:
                 disk.leave_alone(disk.away)
-        if len(away) == len(self.disks) and all(disk.idle for disk in away):
+        if len(away) == len(self.disks) and not any(disk.calls for disk in away):
             self.close()
             raise TierError("; ".join(disk.away for disk in away))
         for disk in away:
@@ -119,33 +113,19 @@ class DiskSet(Tier):
 
     # ---- chunks ----------------------------------------------------------------------------------
 
-    def recovered(self) -> Sequence[ChunkKey]:
-        with self._lock:
-            found, self._found = self._found, []
-        # of records without a stamp a disk's own order is known only
-        return coldest_first(
-            (key, (disk.well_tier.stamp(key), rank / len(held)))
-            for disk, held in found
-            for rank, key in enumerate(held)
-            if disk.holds(key)
-        )
-
     def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
         self._try_again()
         if self._of(key) is not None:
             return True
-        tried = [disk for disk in self.disks if key in disk.owed]
+        tried = list[SetDisk]()
         while (disk := self._chosen(tried)) is not None:
             tried.append(disk)
-            if (call := self._begin(disk)) is None:
-                continue
-            held = False
-            try:
-                held = disk.well_tier.write(key, data, owner)
-            finally:
-                kept = self._end(disk, call, moved=held, wrote=key)
-            if held:
-                return kept
+            if self._call(disk, partial(disk.chunks.write, key, data, owner)):
+                with self._lock:
+                    self._look()
+                    if disk.away:
+                        disk.chunks.delete(key)
+                    return not disk.away
         self._events.add("refused")
         return False
 
@@ -153,18 +133,11 @@ class DiskSet(Tier):
         disk = self._of(key)
         if disk is None:
             self._events.add("misses")
-            return None if any(disk.away and disk.holds(key) for disk in self.disks) else False
-        if (call := self._begin(disk)) is None:
-            return None
-        held = False
-        try:
-            held = disk.well_tier.read(key, into)
-        finally:
-            self._end(disk, call, moved=held)
-        return held
+            return None if any(disk.away and key in disk.chunks for disk in self.disks) else False
+        return self._call(disk, partial(disk.chunks.read, key, into))
 
     def may_read(self, key: ChunkKey) -> bool:
-        holding = [disk for disk in self.disks if disk.holds(key)]
+        holding = [disk for disk in self.disks if key in disk.chunks]
         return not holding or any(disk.well() for disk in holding)
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
@@ -173,17 +146,10 @@ class DiskSet(Tier):
 
     def delete(self, key: ChunkKey) -> None:
         for disk in self.disks:
-            if not disk.holds(key):
-                continue
-            if (call := self._begin(disk)) is None:
-                with self._lock:
-                    disk.owed.add(key)
-                disk.lane.submit(partial(self._settle, disk))
-                continue
-            try:
-                disk.well_tier.delete(key)
-            finally:
-                self._end(disk, call, moved=False)
+            if key in disk.chunks:
+                disk.chunks.delete(key)
+                if self._call(disk, disk.chunks.settle, moves=False) is None:
+                    disk.lane.submit(partial(self._settle, disk))
 
     def lost_and_found(self) -> tuple[Sequence[ChunkKey], Sequence[ChunkKey]]:
         self._try_again()
@@ -191,7 +157,7 @@ class DiskSet(Tier):
             self._look()
             lost, self._lost = self._lost, []
             found, self._found = self._found, []
-        return lost, [key for disk, held in found for key in held if disk.holds(key)]
+        return lost, coldest_first(chain.from_iterable(disk.chunks.stamped() for disk in found))
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """A disk that hangs is as after a crash at the next start."""
@@ -209,42 +175,47 @@ class DiskSet(Tier):
     # ---- owners ----------------------------------------------------------------------------------
 
     def owners(self, keys: Sequence[ChunkKey]) -> list[int]:
-        whose = dict[ChunkKey, int]()
-        for disk in self.disks:
-            if (tier := disk.tier) is not None:
-                held = [key for key in keys if key in tier]
-                whose.update(zip(held, tier.owners(held), strict=True))
-        return [whose.get(key, UNOWNED) for key in keys]
+        every = [disk.chunks.owners(keys) for disk in self.disks]
+        return [next(filter(None, whose), UNOWNED) for whose in zip(*every, strict=True)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """Of the disks that are left alone: the Directory knows the others' chunks."""
-        going, away = list[ChunkKey](), [disk for disk in self.disks if disk.away]
-        for disk in away:
-            if (tier := disk.tier) is not None:
-                held = tier.held()
-                whose = zip(held, tier.owners(held), strict=True)
-                going += [key for key, one in whose if may(owner, one) and key not in disk.owed]
-        return going, all(disk.tier is not None for disk in away)
+        """Of the disks that are left alone: the Directory knows the others' chunks. What these owe
+        is noted on the others, so that a crash does not bring it back."""
+        for disk in self.disks:
+            for other in self.disks if disk.away or disk.chunks.owed else ():
+                if other is not disk:
+                    note = partial(other.chunks.note, f"{disk.note}{owner or 0:x}")
+                    self._call(other, note, moves=False)
+        going, away = list[ChunkKey](), [disk.chunks for disk in self.disks if disk.away]
+        for chunks in away:
+            held = chunks.held()
+            whose = zip(held, chunks.owners(held), strict=True)
+            going += [key for key, one in whose if may(owner, one)]
+        return going, all(chunks.was_open for chunks in away)
 
     # ---- room ------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:  # type: ignore[override]  # it changes with the disks
+        return sum(disk.chunks.slots for disk in self.disks if not disk.away)
 
     def resize(self, chunks: int) -> int:
         """Each disk keeps room for what it holds. The rest is divided by what they could have
         beside a server's other chunk sizes, which may have more of one disk than of another."""
-        disks = [(one.folder, tier) for one in self.disks if (tier := one.tier) and not one.away]
+        disks = [disk.chunks for disk in self.disks if not disk.away]
         self._lent = self._lent or chunks < self.capacity
-        held = [tier.used for _, tier in disks]
+        held = [disk.used for disk in disks]
         could = [
-            max(0, tier.capacity - used - -(-taken // self.chunk_room))
-            for (folder, tier), used in zip(disks, held, strict=True)
-            for taken in [servers_bytes(folder.parent, but=folder).value or 0]
+            max(0, disk.slots - used - -(-taken // self.chunk_room))
+            for disk, used in zip(disks, held, strict=True)
+            for taken in [servers_bytes(disk.path.parent, but=disk.path).value or 0]
         ]
         most = sum(could)
         spare, room = min(max(0, chunks - sum(held)), most), 0
-        for (_, tier), used, free in zip(disks, held, could, strict=True):
+        for disk, used, free in zip(disks, held, could, strict=True):
             mine = -(-spare * free // most) if most else 0
             spare, most = spare - mine, most - free
-            room += tier.resize(used + mine)
+            room += disk.resize(used + mine)
         return room
 
     # ---- health ----------------------------------------------------------------------------------
@@ -253,7 +224,7 @@ class DiskSet(Tier):
     def counts(self) -> Mapping[str, int]:
         counts = Counter(self._events.values)
         for disk in self.disks:
-            counts.update(disk.counts)
+            counts.update(disk.chunks.counts)
         return counts
 
     @property
@@ -266,13 +237,12 @@ class DiskSet(Tier):
 
     @property
     def owed(self) -> int:
-        tiers = [disk.tier for disk in self.disks if disk.tier is not None]
-        return sum(len(disk.owed) for disk in self.disks) + sum(tier.owed for tier in tiers)
+        return sum(disk.chunks.owed for disk in self.disks)
 
     # ---- which disk ------------------------------------------------------------------------------
 
     def _of(self, key: ChunkKey) -> SetDisk | None:
-        return next((disk for disk in self.disks if not disk.away and disk.holds(key)), None)
+        return next((disk for disk in self.disks if not disk.away and key in disk.chunks), None)
 
     def _chosen(self, tried: Sequence[SetDisk]) -> SetDisk | None:
         """The disk for one more chunk, of those with room. Each gets them at its pace: start-time
@@ -282,7 +252,7 @@ class DiskSet(Tier):
             able = [
                 disk
                 for disk in self.disks
-                if not disk.away and disk not in tried and disk.tier and disk.tier.free
+                if not disk.away and disk not in tried and disk.chunks.free
             ]
             if not able:
                 return None
@@ -302,40 +272,40 @@ class DiskSet(Tier):
         disks = enumerate(self.disks)
         return sorted((one.pace_s, at) for at, one in disks if one.pace_s and not one.away)
 
-    def _begin(self, disk: SetDisk, *, patient: bool = False) -> int | None:
+    def _call(
+        self, disk: SetDisk, work: Callable[[], bool], *, moves: bool = True, patient: bool = False
+    ) -> bool | None:
         """A call to a disk begins as soon as it has fewer than its most. None: it is left alone, or
-        nobody but who is ``patient`` waits for it now."""
+        nobody but who is ``patient`` waits for it now. ``moves``: the work is a chunk's."""
         with self._lock:
             while True:
                 self._look()
                 if disk.away:
                     return None
                 if disk.calls < disk.most_calls:
-                    return disk.begun()
+                    call, done = disk.begun(), False
+                    break
                 if not patient and not disk.well():
                     return None
                 disk.freed.wait(min(disk.frozen_s, disk.late_s))
-
-    def _end(self, disk: SetDisk, call: int, *, moved: bool, wrote: ChunkKey | None = None) -> bool:
-        """Whether the disk is still well. If not, it owes the deletion of what it was given."""
-        with self._lock:
-            disk.ended(call, moved=moved)
-            self._look()
-            paces = self._paces()
-            for at, one in enumerate(self.disks):
-                one.keep_up(next((pace for pace, of in paces if of != at), math.inf))
-            if disk.away and moved and wrote is not None:
-                disk.owed.add(wrote)
-            return not disk.away
+        try:
+            done = work()
+            return done
+        finally:
+            with self._lock:
+                disk.ended(call, moved=done and moves)
+                self._look()
+                paces = self._paces()
+                for at, one in enumerate(self.disks):
+                    one.keep_up(next((pace for pace, of in paces if of != at), math.inf))
 
     def _look(self) -> None:
         """Under the lock: leave alone what fails."""
         for disk in self.disks:
             if not disk.away and (why := disk.fault()):
                 held = disk.leave_alone(why)
-                self._found = [back for back in self._found if back[0] is not disk]
+                self._found = [back for back in self._found if back is not disk]
                 self._lost += held
-                self.capacity = sum(one.capacity for one in self.disks)
                 _LOG.warning(
                     "NVMe tier %s: %s. It is left alone and tried again: its %d chunks are "
                     "misses, and the other disks go on",
@@ -350,30 +320,37 @@ class DiskSet(Tier):
             if not disk.away:
                 continue
             with self._lock:
-                if self._closed or not (disk.away and disk.idle and disk.breaker.allows()):
+                if self._closed or not (disk.away and not disk.calls and disk.breaker.allows()):
                     continue
                 call = disk.begun()
             disk.lane.submit(partial(self._try, disk, call), urgent=True)
 
     def _try(self, disk: SetDisk, call: int) -> None:
         """On the disk's own thread."""
-        held, why = list[ChunkKey](), ""
         try:
-            held = list(disk.try_again(lent=self._lent))
+            disk.try_again(lent=self._lent)
+            why = ""
         except (KVTierError, MemoryError, OSError) as error:
             why = str(error)
+        others = [other.folder for other in self.disks if other is not disk]
+        notes = [note for folder in others for note in below(folder, f"{disk.note}*") or ()]
+        cleared = [int(note.name.removeprefix(disk.note), 16) or None for note in notes]
         with self._admitting:
-            others = [other for other in self.disks if not other.away]
-            twice = [key for key in held if any(other.holds(key) for other in others)]
+            held = disk.chunks.held()
+            going = [
+                key
+                for key, whose in zip(held, disk.chunks.owners(held), strict=True)
+                if self._of(key) is not None or any(may(owner, whose) for owner in cleared)
+            ]
             with self._lock:
                 disk.ended(call, moved=False)
                 if why:
                     disk.leave_alone(why)
                 elif not self._closed:
-                    disk.owed.update(twice)
+                    for key in going:
+                        disk.chunks.delete(key)
                     disk.away, disk.due = "", self._turn
-                    self._found.append((disk, held))
-                    self.capacity = sum(one.capacity for one in self.disks)
+                    self._found.append(disk)
                     if disk.breaker.ok():
                         _LOG.warning(
                             "NVMe tier %s: it is back, with %d chunks", disk.folder, len(held)
@@ -381,17 +358,14 @@ class DiskSet(Tier):
         if self._closed:
             disk.close()
         self._settle(disk)
+        for note in () if disk.away or disk.chunks.owed else notes:
+            with suppress(OSError):
+                asked(note.parent, note.unlink, None)
 
     def _settle(self, disk: SetDisk) -> None:
-        """On the disk's own thread: delete what it owes."""
-        while True:
-            with self._lock:
-                key = next(iter(disk.owed), None)
-            if key is None or (call := self._begin(disk, patient=True)) is None:
+        """On the disk's own thread: erase what it owes."""
+        while disk.chunks.owed:
+            if self._call(disk, disk.chunks.settle, moves=False, patient=True) is None:
                 break
-            disk.well_tier.delete(key)
-            with self._lock:
-                disk.owed.discard(key)
-            self._end(disk, call, moved=False)
         with self._lock:
             self._tried.notify_all()

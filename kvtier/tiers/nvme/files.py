@@ -53,7 +53,7 @@ class SlotFiles:
     ``in_huge_pages``: whether the disk may have a payload's memory as it is.
 
     Attributes:
-        direct: payloads bypass the page cache.
+        index: descriptor of the index file.
         kept: number of leading slots from before. The others are empty.
         clean: the last owner closed them, or they are new.
 
@@ -67,31 +67,30 @@ class SlotFiles:
         slots: int,
         slot_bytes: int,
         *,
-        direct: bool,
         in_huge_pages: Callable[[memoryview], bool],
         lent: bool,
     ) -> None:
         self._in_huge_pages = in_huge_pages
         self.path, self.slots, self.slot_bytes = path, slots, slot_bytes
         self._lent = lent
-        self.direct, self.kept, self.clean = False, 0, True
-        self._index = self._payload = self._null = -1
+        self.kept, self.clean = 0, True
+        self.index = self._payload = self._null = -1
         self._locked = False
         try:
             self._null = os.open(
                 os.devnull, os.O_RDONLY
             )  # now: letting go must not need one more descriptor
             with TierFolder(path, make=True) as folder:
-                self._open(folder, direct=direct)
+                self._open(folder)
         except OSError as error:
             raise TierError(
                 f"NVMe tier {path}: cannot be opened and reserved ({error}); give a local folder "
                 f"that this user may write, with room for {self._wanted() / _GIB:.2f} GiB"
             ) from error
 
-    def _open(self, folder: TierFolder, *, direct: bool) -> None:
+    def _open(self, folder: TierFolder) -> None:
         try:
-            self._index = folder.open(INDEX_NAME, os.O_RDWR, make=True)
+            self.index = folder.open(INDEX_NAME, os.O_RDWR, make=True)
             self._lock()
             if INDEX_NAME in folder.made_files:
                 self._tell_of_removed()
@@ -99,13 +98,12 @@ class SlotFiles:
             self._check_room()
             self._adopt()
             self._reserve()
-            if direct:
-                self._go_direct(folder)
+            self._go_direct(folder)
             self._write_superblock(clean=False)
         except (OSError, TierError):
             if self._locked:  # another process that holds the lock relies on it
                 folder.undo()
-            self._release()
+            self.release()
             raise
 
     def write_payload(self, slot: int, data: memoryview) -> None:
@@ -136,7 +134,7 @@ class SlotFiles:
             yield at + start, part, _staging.room[: -(-part.nbytes // PAGE_BYTES) * PAGE_BYTES]
 
     def write_record(self, slot: int, record: bytes) -> None:
-        if os.pwrite(self._index, record, PAGE_BYTES + slot * RECORD_BYTES) != RECORD_BYTES:
+        if os.pwrite(self.index, record, PAGE_BYTES + slot * RECORD_BYTES) != RECORD_BYTES:
             raise OSError(errno.ENOSPC, "short write")
 
     def give_back(self, slot: int, count: int) -> None:
@@ -156,39 +154,30 @@ class SlotFiles:
             self.give_back(slot, count)
             raise
 
-    def read_table(self) -> memoryview:
-        table = memoryview(bytearray(self.kept * RECORD_BYTES))
-        for start in range(0, len(table), _STEP_BYTES):
-            part = table[start : start + _STEP_BYTES]
-            if os.preadv(self._index, [part], PAGE_BYTES + start) != len(part):
-                raise OSError(errno.EIO, "short read")
-        return table
-
     def in_place(self) -> bool:
         """Whether the folder's path still leads to both files. Takes microseconds."""
-        names = ((INDEX_NAME, self._index), (SLOTS_NAME, self._payload))
+        names = ((INDEX_NAME, self.index), (SLOTS_NAME, self._payload))
         return not self._locked or all(leads_to(self.path / name, fd) for name, fd in names)
 
-    def close(self, table: memoryview | None) -> None:
-        """Replace all records by ``table`` if given, and close durably. Raises OSError."""
+    def close(self, table: memoryview) -> None:
+        """Replace all records by ``table``, and close durably. Raises OSError."""
         try:
-            if table is not None:
-                for start in range(0, len(table), _STEP_BYTES):
-                    os.pwrite(self._index, table[start : start + _STEP_BYTES], PAGE_BYTES + start)
+            for start in range(0, len(table), _STEP_BYTES):
+                os.pwrite(self.index, table[start : start + _STEP_BYTES], PAGE_BYTES + start)
             os.fdatasync(self._payload)
-            os.fdatasync(self._index)
+            os.fdatasync(self.index)
             self._write_superblock(clean=True)
-            os.fdatasync(self._index)
+            os.fdatasync(self.index)
         finally:
-            self._release()
+            self.release()
 
     def _lock(self) -> None:
-        if who := lock(self._index):
+        if who := lock(self.index):
             raise TierError(
                 f"NVMe tier {self.path}: in use by {who}; stop it, or give this one a folder "
                 "of its own"
             )
-        if not os.fstat(self._index).st_nlink:
+        if not os.fstat(self.index).st_nlink:
             raise FileNotFoundError(
                 errno.ENOENT, "another process has just removed it; start again"
             )
@@ -208,10 +197,10 @@ class SlotFiles:
 
     def _check_room(self) -> None:
         """Raises TierError unless 5 % of the file system, at most 1 GiB, stay free."""
-        system = os.fstatvfs(self._index)
+        system = os.fstatvfs(self.index)
         free = system.f_bavail * system.f_frsize
         margin = min(_GIB, system.f_blocks * system.f_frsize // 20)
-        held = sum(os.fstat(fd).st_blocks * 512 for fd in (self._index, self._payload))
+        held = sum(os.fstat(fd).st_blocks * 512 for fd in (self.index, self._payload))
         needed = self._wanted() - held
         # A file system that tells no size (ramfs, some FUSE) is asked by reserving alone.
         if system.f_blocks and needed > 0 and needed + margin > free:
@@ -222,7 +211,7 @@ class SlotFiles:
             )
 
     def _adopt(self) -> None:
-        old = Superblock.unpack(os.pread(self._index, PAGE_BYTES, 0))
+        old = Superblock.unpack(os.pread(self.index, PAGE_BYTES, 0))
         if old and old.version == FORMAT_VERSION and old.slot_bytes == self.slot_bytes:
             self.kept = min(self.slots, os.fstat(self._payload).st_size // self.slot_bytes)
             self.clean = old.clean
@@ -235,7 +224,7 @@ class SlotFiles:
                     self.slots,
                 )
             return
-        if os.fstat(self._index).st_size:
+        if os.fstat(self.index).st_size:
             was = (
                 f"version {old.version}, {old.slots} {old.slot_bytes}-byte slots"
                 if old
@@ -257,7 +246,7 @@ class SlotFiles:
         size, so that no later write runs out of room. Lent payloads get the size without blocks."""
         for fd, kept, size, give in (
             (
-                self._index,
+                self.index,
                 PAGE_BYTES + self.kept * RECORD_BYTES,
                 table_bytes(self.slots),
                 _allocate,
@@ -296,23 +285,21 @@ class SlotFiles:
             )
             return
         os.close(self._payload)
-        self._payload, self.direct = fd, True
+        self._payload = fd
 
     def _write_superblock(self, *, clean: bool) -> None:
-        os.pwrite(
-            self._index, Superblock(self.slot_bytes, self.slots, os.getpid(), clean).pack(), 0
-        )
+        os.pwrite(self.index, Superblock(self.slot_bytes, self.slots, os.getpid(), clean).pack(), 0)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Let go of files and lock but keep the descriptors' numbers: a late call, of a thread that
         hung in an I/O, gets an error instead of whichever file has the number next."""
         self._locked = False
-        for fd in (self._index, self._payload):
+        for fd in (self.index, self._payload):
             if fd >= 0:
                 os.dup2(self._null, fd, inheritable=False)
 
     def __del__(self) -> None:
-        for fd in (self._index, self._payload, self._null):
+        for fd in (self.index, self._payload, self._null):
             if fd >= 0:
                 os.close(fd)
 
@@ -325,6 +312,16 @@ def lock(index: int) -> str:
         holder = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
         return f"process {holder.pid}" if holder else "another process"
     return ""
+
+
+def read_table(index: int, slots: int) -> memoryview:
+    """Leading records of an index file. Raises OSError."""
+    table = memoryview(bytearray(slots * RECORD_BYTES))
+    for start in range(0, len(table), _STEP_BYTES):
+        part = table[start : start + _STEP_BYTES]
+        if os.preadv(index, [part], PAGE_BYTES + start) != len(part):
+            raise OSError(errno.EIO, "short read")
+    return table
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -1,21 +1,20 @@
-"""SetDisk: one disk of a :class:`~kvtier.tiers.nvme.disk_set.DiskSet`: its tier, the calls to it,
+"""SetDisk: one disk of a :class:`~kvtier.tiers.nvme.disk_set.DiskSet`: its folder, the calls to it,
 its pace, and what becomes of it after a fault."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from threading import Condition
+
+from xxhash import xxh3_64_hexdigest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.report import DiskStatus
 from kvtier.tiers.breaker import OPENING_FAULTS, Breaker
-from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 
 FROZEN_S = 2.0
 """A call that lasts longer than this, and than a slow disk's, is one of a disk that hangs."""
@@ -37,37 +36,33 @@ class SetDisk:
     that tries it again, has calls.
 
     Args:
-        open_: makes the disk's tier, whose payloads are ``lent`` or reserved at once.
         most_calls: calls at once. A disk that hangs holds so many threads of the lane.
         freed: a condition on the set's lock.
     """
 
     def __init__(
         self,
-        folder: Path,
-        open_: Callable[[bool], NvmeTier],
+        chunks: ChunkFolder,
         most_calls: int,
         freed: Condition,
         clock: Callable[[], float],
     ) -> None:
-        self.folder, self.most_calls, self.freed = folder, most_calls, freed
-        self._open, self._clock = open_, clock
+        self.chunks, self.folder = chunks, chunks.path
+        """Opened only by the one call that tries the disk again."""
+        self.note = f"cleared-{xxh3_64_hexdigest(str(self.folder).encode())}-"
+        """Begin of names of empty files on other disks: whose chunks are to be dropped here."""
+        self.most_calls, self.freed, self._clock = most_calls, freed, clock
         self.lane = Lane("disk", 1, urgent_bound=2, bound=1)
         """Its own thread: opens, tries and closes it, and deletes what it owes. Nobody waits for
         that longer than a bound."""
         self.breaker = Breaker(clock)
-        self.tier: NvmeTier | None = None
-        """None while it cannot be opened. Replaced only by the one call that tries it again."""
         self.away = "it has not answered since the start"
         """Why the disk is left alone. Empty: it is well."""
-        self.owed: set[ChunkKey] = set()
-        """Chunks that are gone, and that its own thread has to delete."""
-        self.past: Counter[str] = Counter()
-        """Counts of its earlier tiers."""
         self.due = 0.0
         """The set's turn from which it gets the next chunk."""
         self._pace_s, self._paced = math.inf, 0
-        self.frozen_s = FROZEN_S
+        slowest_s = most_calls * chunks.slot_bytes / _SLOWEST_BYTES_S
+        self.frozen_s = max(FROZEN_S, slowest_s)
         """Age of a call from which on the disk hangs. Read without the lock."""
         self.late_s = math.inf
         """Age of a call from which on others do not wait for the disk. Read without the lock."""
@@ -77,12 +72,6 @@ class SetDisk:
         self._calls = self._faults = 0
         self.oldest = math.inf
         """Start of the oldest call. Read without the lock."""
-        self._device: int | None = None
-
-    def holds(self, key: ChunkKey) -> bool:
-        """Without the lock."""
-        tier = self.tier
-        return tier is not None and key in tier and key not in self.owed
 
     def well(self) -> bool:
         """Without the lock: it is not left alone, and answers."""
@@ -97,16 +86,6 @@ class SetDisk:
         self.late_s = max(_LATE_S, _LATE_FACTOR * self.most_calls * pace_s)
 
     @property
-    def well_tier(self) -> NvmeTier:
-        """For a call, while which it is not replaced."""
-        assert self.tier is not None
-        return self.tier
-
-    @property
-    def idle(self) -> bool:
-        return not self._begun
-
-    @property
     def calls(self) -> int:
         return len(self._begun)
 
@@ -115,26 +94,14 @@ class SetDisk:
         """Seconds that it is busy with one chunk, once that is known."""
         return self._pace_s if self._paced >= _FIRST_CALLS else None
 
-    @property
-    def capacity(self) -> int:
-        return self.tier.capacity if self.tier is not None and not self.away else 0
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Without the lock. Those of its earlier tiers are among them."""
-        counts = Counter(self.past)
-        if (tier := self.tier) is not None:
-            counts.update(tier.counts)
-        return counts
-
     def status(self) -> DiskStatus:
         """Without the lock."""
-        tier, counts, away = self.tier, self.counts, bool(self.away)
+        chunks, away = self.chunks, bool(self.away)
         return DiskStatus(
             disk=str(self.folder),
             away=away,
-            held=0 if tier is None or away else tier.used,
-            **{event: counts[event] for event in _TOLD},
+            held=0 if away else chunks.used,
+            **{event: chunks.counts[event] for event in _TOLD},
         )
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -152,11 +119,9 @@ class SetDisk:
         seconds = (now - begun) / beside
         self.oldest = next(iter(self._begun.values()), math.inf)
         self.freed.notify()
-        if self.away or self.tier is None:
+        if self.away:
             return
-        counts = self.tier.counts
-        faults = counts["failed_reads"] + counts["failed_writes"]
-        if faults > self._faults:
+        if (faults := self._failed) > self._faults:
             self.breaker.fault()
             self._slow = False
         elif now - begun >= self.late_s:
@@ -173,6 +138,10 @@ class SetDisk:
                 self.frozen_s = max(FROZEN_S, _HANGS_FACTOR * self.most_calls * pace_s)
         self._faults = faults
 
+    @property
+    def _failed(self) -> int:
+        return self.chunks.counts["failed_reads"] + self.chunks.counts["failed_writes"]
+
     def fault(self) -> str:
         """Why it has to be left alone from now on. Empty: it need not."""
         if self._clock() - self.oldest >= self.frozen_s:
@@ -181,7 +150,7 @@ class SetDisk:
             return "it is far slower than the other disks"
         if self.breaker.open:
             return "its reads or writes fail: look at the kernel's log (dmesg)"
-        return self.tier.trouble if self.tier is not None else ""
+        return self.chunks.trouble
 
     def leave_alone(self, why: str) -> Sequence[ChunkKey]:
         """Returns what it held."""
@@ -189,42 +158,22 @@ class SetDisk:
         for _ in range(OPENING_FAULTS):
             self.breaker.fault()
         self.freed.notify_all()
-        return self.tier.held() if self.tier is not None else []
+        return self.chunks.held()
 
     # ---- without the lock, by one call at a time -------------------------------------------------
 
-    def try_again(self, *, lent: bool) -> Sequence[ChunkKey]:
-        """Open the folder unless what is open works. Returns what it holds, coldest first. Raises
-        TierError or OSError."""
-        begun = self._clock()
-        if self.tier is not None and self.tier.works():
+    def try_again(self, *, lent: bool) -> None:
+        """Open the folder unless what is open works. Raises TierError or OSError."""
+        begun, chunks, was_open = self._clock(), self.chunks, self.chunks.was_open
+        if was_open and chunks.works():
             if self._clock() - begun >= self.late_s / self.most_calls:
                 raise TierError("it is far slower than the other disks")
-            return self.tier.held()
-        if was_open := self._device is not None:
-            self._require_place()
-        if (old := self.tier) is not None:
-            self.owed.update(old.unerased())
-            self.tier = None
-            self.past.update(old.counts)
-            old.close(old.held())
-        tier = self._open(lent)
-        self.past.pop("lifetime_bytes", None)  # the folder knows it
-        self.tier, self._faults = tier, 0
-        slowest_s = self.most_calls * tier.slot_bytes / _SLOWEST_BYTES_S
-        self.frozen_s, self._paced = max(FROZEN_S, slowest_s), 0
-        self._device = os.stat(self.folder).st_dev
-        if was_open and not tier.works():
+            return
+        chunks.open(lent=lent)
+        self._faults = self._failed
+        if was_open and not chunks.works():
             raise TierError("it was opened again, and cannot be read and written")
-        return tier.recovered()
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        if (tier := self.tier) is not None:
-            for key in self.owed:
-                tier.delete(key)
-            tier.close(coldest_first)
-
-    def _require_place(self) -> None:
-        """Nothing may be made where the disk is not mounted. Raises TierError or OSError."""
-        if self._device != os.stat(self.folder).st_dev:
-            raise TierError("its folder lies on another device now: restart to use that one")
+        if self.chunks.was_open:
+            self.chunks.close(coldest_first)

@@ -35,7 +35,6 @@ from kvtier.tiers.away import object_layout
 from kvtier.tiers.base import ForwardingTier
 from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
-from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis import layout as redis_layout
 from tests.admin_server import TOKEN
 from tests.child_process import DEADLINE_S
@@ -63,7 +62,8 @@ class Served(server.Server):
     @staticmethod
     def _store(folder, size):
         lane = Lane("nvme", 1, urgent_bound=8, bound=8)
-        return Store(Pool(2, size), [(NvmeTier(folder / "nvme", 1 << 16, size), lane)])
+        place = DiskPlace(folder / "nvme", 1 << 16, 1)
+        return Store(Pool(2, size), [(DiskSet([place], size), lane)])
 
     def size_class(self):
         return self.size_classes.get(SLOT).result(DEADLINE_S)

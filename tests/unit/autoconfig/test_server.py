@@ -16,8 +16,8 @@ from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known, unknown
 from kvtier.core.terminal import size_text
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.disks import Disk, probe_disk, reusable
-from kvtier.tiers.nvme.tier import NvmeTier
 
 DISK = Disk(
     "/mnt/nvme/kvtier",
@@ -171,7 +171,7 @@ def test_a_folder_that_a_dead_engine_left_is_named_to_the_server_that_lacks_the_
 ):
     """README's first block and then its second, on one host."""
     engines = tmp_path / "kv"
-    tier = NvmeTier(engines, 96 * MIB, MIB)
+    tier = DiskSet([DiskPlace(engines, 96 * MIB, 1)], MIB)
     config = Config().with_keys(nvme_path=str(engines))
     (used,) = start.probe_host(config, usual("a test"), Serving(), server=True).disks
     assert used.left == (), "it is no dead engine's"

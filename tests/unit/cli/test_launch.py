@@ -27,8 +27,9 @@ SERVER = vllm_command.API_SERVER
 ECHO = "import json, os, sys; print(json.dumps([os.getpid(), sys.argv, dict(os.environ)]))\n"
 HOLD = """
 import sys, time
-from kvtier.tiers.nvme.tier import NvmeTier
-tier = NvmeTier(sys.argv[1], 1 << 20, 4096)
+from pathlib import Path
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
+tier = DiskSet([DiskPlace(Path(sys.argv[1]), 1 << 20, 1)], 4096)
 print("held", flush=True)
 time.sleep(600)
 """

@@ -28,7 +28,6 @@ from kvtier.store.reports import status
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.clock import Clock
 
 pytestmark = pytest.mark.vllm
@@ -89,7 +88,8 @@ def servers(store):
 @pytest.fixture
 def store(tmp_path):
     lane = Lane("nvme", 1, urgent_bound=8, bound=8)
-    store = Store(Pool(2, SLOT), [(NvmeTier(tmp_path / "nvme", 1 << 16, SLOT), lane)])
+    place = DiskPlace(tmp_path / "nvme", 1 << 16, 1)
+    store = Store(Pool(2, SLOT), [(DiskSet([place], SLOT), lane)])
     yield store
     store.close()
 

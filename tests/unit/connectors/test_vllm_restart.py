@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.folder import LEARNT_NAME, read_learnt
-from kvtier.tiers.nvme.tier import NvmeTier
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer
 from tests.s3_server import URL, S3Server, operated
@@ -192,13 +192,13 @@ def test_the_line_says_what_is_lost_and_what_to_give():
 
 
 def slow_disk(monkeypatch, read_s):
-    read = NvmeTier.read
+    read = ChunkFolder.read
 
     def slow(self, key, into):
         time.sleep(read_s)
         return read(self, key, into)
 
-    monkeypatch.setattr(NvmeTier, "read", slow)
+    monkeypatch.setattr(ChunkFolder, "read", slow)
 
 
 @pytest.mark.parametrize("slots", [HOLDS, EIGHTH])

@@ -5,7 +5,7 @@ import pytest
 
 from kvtier.core.lookup import Served
 from kvtier.testing import DictTier
-from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from tests.stores import SLOT, AwayTier, held, keys, over, save
 
 
@@ -57,7 +57,7 @@ def test_the_last_departure_from_the_last_place_counts():
 
 
 def test_what_the_disk_gives_back_wrong_is_corrupt(tmp_path):
-    bench = Bench(NvmeTier(tmp_path, 1 << 17, SLOT), slots=1)
+    bench = Bench(DiskSet([DiskPlace(tmp_path, 1 << 17, 1)], SLOT), slots=1)
     bench.save(keys(1))
     bench.save(keys(2))
     slots = tmp_path / "slots.kvtier"
