@@ -6,15 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.unit.connectors.test_vllm_scheduler import (
-    BLOCK,
-    CHUNK,
-    LAYOUT,
-    Bench,
-    done,
-    prompt,
-    report,
-)
+from kvtier.connectors.vllm.metadata import StepReport
+from tests.unit.connectors.test_vllm_scheduler import BLOCK, CHUNK, LAYOUT, Bench, done, prompt
 from tests.unit.vllm_request import planned
 
 pytestmark = pytest.mark.vllm
@@ -83,7 +76,9 @@ class Engine(Bench):
         for job in jobs:
             if job.end is not None:
                 self._over(job.end)
-        self.half.report(report(done=over, failed=told) if failed else report(done=told + over))
+        self.half.report(
+            StepReport(done=over, failed=told) if failed else StepReport(done=told + over)
+        )
 
     def _over(self, end):
         left = {*end.blocks[end.kept :], *(block for block in self.bad if block in end.blocks)}
@@ -254,12 +249,12 @@ def test_a_hit_is_promised_anew_where_vllm_has_another_beginning_of_it(promised)
 def test_a_slot_stays_until_every_rank_has_copied_it():
     engine, request = loading(ranks=2)
     (number,) = engine.given()
-    engine.half.report(report(done=Counter({number: 1})))
+    engine.half.report(StepReport(done=Counter({number: 1})))
     engine.lane.run()
     others = engine.given()
     assert len(others) == 3
     assert engine.loads[0].held == 4 and not len(engine.lane), "there is no slot for a fifth part"
-    engine.half.report(report(done=Counter({number: 1})))
+    engine.half.report(StepReport(done=Counter({number: 1})))
     engine.given()
     assert len(engine.lane) == 1
     engine.confirm(*others)
@@ -325,7 +320,7 @@ def test_an_engine_with_other_weights_keeps_nothing_of_it():
     engine, request = loading()
     engine.confirm(*engine.given())
     engine.lane.turn()
-    engine.half.report(report(replacements=Counter({0: 1})))
+    engine.half.report(StepReport(replacements=Counter({0: 1})))
     assert engine.goes_on().left == blocks_from(0)
     done(engine, request)
 
@@ -400,11 +395,11 @@ def begun(**more):
 def test_all_its_slots_stay_until_every_rank_has_copied_all_of_it():
     engine, request = begun(ranks=2)
     (first,) = engine.given()
-    engine.half.report(report(done=Counter({first: 1})))
+    engine.half.report(StepReport(done=Counter({first: 1})))
     engine.lane.turn()
     (second,) = engine.given()
     engine.confirm(second)
-    engine.half.report(report(done=Counter({first: 1})))
+    engine.half.report(StepReport(done=Counter({first: 1})))
     engine.lane.run()
     assert len(engine.given()) == SHORT - 2, "the other parts were not let go with the first"
     assert not engine.ends

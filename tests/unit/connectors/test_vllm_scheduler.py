@@ -33,11 +33,6 @@ PER_TOKEN = 1 / 64
 """A chunk of 32 tokens takes half a second to compute."""
 
 
-def report(**fields):
-    """What workers say of a step."""
-    return StepReport(**fields)
-
-
 class SlowTier(DictTier):
     """Reads take ``seconds`` of the test's clock."""
 
@@ -128,7 +123,7 @@ class Bench:
         then."""
         self.granted(request, tokens)
         for number in list(self.half._pending):
-            self.half.report(report(done=Counter({number: 1})))
+            self.half.report(StepReport(done=Counter({number: 1})))
         told: dict[str, int] = self.half.counts()
         return told
 
@@ -138,7 +133,7 @@ class Bench:
             req_id=request.request_id, block_ids=([*range(1, 100)],), num_computed_tokens=0
         )
         for job in self.half.step(planned([new], {request.request_id: request.num_tokens})).saves:
-            self.half.report(report(done=Counter({job.number: 1})))
+            self.half.report(StepReport(done=Counter({job.number: 1})))
         self.lane.run()
 
     def stepped(self):
@@ -431,7 +426,7 @@ def test_a_step_tells_the_judge_what_it_computes():
         metadata = bench.half.step(planned([new], {"one": 1024}))
         bench.clock.now += 20.0
         bench.half.report(
-            report(step=metadata.number, load_s=1.0, loaded_tokens=2 * BLOCK, save_s=3.0)
+            StepReport(step=metadata.number, load_s=1.0, loaded_tokens=2 * BLOCK, save_s=3.0)
         )
     hit = prompt(6, "two")
     bench.hold(hit.all_token_ids[:-1], read_s=0.6)
@@ -449,10 +444,20 @@ def test_of_equal_prompts_one_loads_and_the_others_wait_for_vllms_own_blocks(sha
         "what follows is nobody's load"
     )
     (number,) = bench.half._pending
-    bench.half.report(report(done=Counter({number: 1})))
+    bench.half.report(StepReport(done=Counter({number: 1})))
     assert bench.matched(two) == 3 * CHUNK
     bench.half.finished(two)
     done(bench, one)
+
+
+def test_a_request_whose_load_failed_is_promised_nothing_that_others_have_saved_since():
+    bench, request = Bench(), prompt(3)
+    bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
+    bench.granted(request, bench.waits_until_idle(request) or 0)
+    bench.half.report(StepReport(failed=Counter(bench.half._pending.keys())))
+    bench.served(prompt(3, "other"))
+    assert bench.matched(request) == 0
+    assert bench.matched(prompt(3, "again")) == 3 * CHUNK
 
 
 @pytest.mark.parametrize(("slots", "most_held", "claimed"), [(10, 10, 3), (24, 12, 6)])
@@ -485,7 +490,7 @@ def test_an_engine_whose_workers_cannot_map_the_pool_is_left_alone_with_one_erro
     bench.hold(request.all_token_ids[:-1], read_s=0.1)
     assert bench.matched(request) is None
     for _ in range(2):
-        bench.half.report(report(unmapped="rank 1: cannot map the shared pool"))
+        bench.half.report(StepReport(unmapped="rank 1: cannot map the shared pool"))
     held = set(bench.store.every_key())
     assert bench.matched(request) == 0
     bench.computed(request)

@@ -24,6 +24,7 @@ from kvtier.connectors.vllm.metadata import (
     StepReport,
 )
 from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
+from kvtier.connectors.vllm.tables import NULL_BLOCK
 from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import LayoutError
@@ -223,9 +224,12 @@ def test_a_load_is_told_once_when_it_is_through_and_counts_at_the_rate_of_the_la
     assert third.load_s == pytest.approx(copy.seconds * 2)
 
 
-def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_no_save(rank):
-    report = rank.step([rank.job(1, [99], [4, 5])], saves=[rank.job(2, [0], [6, 7])])
-    assert (rank.ended, rank.failed, rank.bad) == ({"r1"}, {"r1"}, {4, 5})
+@pytest.mark.parametrize(("slot", "blocks"), [(99, [4, 5]), (1, [4, NULL_BLOCK])])
+def test_a_load_that_the_host_can_see_to_be_wrong_fails_in_its_step_and_spoils_no_save(
+    rank, slot, blocks
+):
+    report = rank.step([rank.job(1, [slot], blocks)], saves=[rank.job(2, [0], [6, 7])])
+    assert (rank.ended, rank.failed, rank.bad) == ({"r1"}, {"r1"}, {*blocks})
     assert dict(report.failed) == {1: 1}
     rank.streams.run()
     assert dict(rank.step().done) == {2: 1}
