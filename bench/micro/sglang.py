@@ -105,17 +105,17 @@ def tier_read(folder: Path) -> Callable[[], float]:
     return lambda: gigabytes_per_second(read, PAGES, buffers, _THREADS)
 
 
-def pace(pool: Pages, call: Callable[..., list[bool]], keys: list[str]) -> float:
+def pace(pool: Pages, of: Any, what: str, keys: list[str]) -> float:
     """GB/s of a batch. What was loaded has to be what was there."""
     kept = pool.memory.clone()
-    if "get" in call.__name__:
+    if what == "get":
         pool.memory.zero_()
     os.sync()  # what others wrote
     begun = time.perf_counter()
-    done = call(keys, pool.rows)
+    done = getattr(of, f"batch_{what}_v1")(keys, pool.rows)
     spent = time.perf_counter() - begun
     if not all(done) or not torch.equal(kept, pool.memory):
-        raise SystemExit(f"{call.__qualname__}: a page was not moved, or is another")
+        raise SystemExit(f"{type(of).__name__}, {what}: a page was not moved, or is another")
     return _BYTES / spent / 1e9
 
 
@@ -136,15 +136,15 @@ def measured(
         begun = time.perf_counter()
         np.copyto(copied, source)
         turn = {"memory": _BYTES / (time.perf_counter() - begun) / 1e9}
-        turn |= {f"set, {where} {one}": pace(pool, both[one].batch_set_v1, keys) for one in arms}
+        turn |= {f"set, {where} {one}": pace(pool, both[one], "set", keys) for one in arms}
         if own_read is not None:
             for other in range(_OTHER_BATCHES):
-                pace(pool, ours.batch_set_v1, [f"{key} {other}" for key in keys])
+                pace(pool, ours, "set", [f"{key} {other}" for key in keys])
             while client.stats()["queued"]:
                 time.sleep(_POLL_S)
             both["file"].drop()
             turn["tier"] = own_read()
-        turn |= {f"get, {where} {one}": pace(pool, both[one].batch_get_v1, keys) for one in arms}
+        turn |= {f"get, {where} {one}": pace(pool, both[one], "get", keys) for one in arms}
         for name, value in turn.items() if number >= 0 else ():
             seen.setdefault(name, []).append(value)
     ours.close()
