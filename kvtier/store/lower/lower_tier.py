@@ -3,8 +3,7 @@ it has yet to delete, and its part of a budget.
 
 Promotions (:mod:`kvtier.store.lower.promotion`) read from it into slots, and spills
 (:mod:`kvtier.store.lower.spill`) write to it. What is decided under the Store's lock is done
-outside it, on the tier's lane. The Store keeps the claims and leases.
-"""
+outside it, on the tier's lane. The Store keeps the claims and leases."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ from kvtier.tiers.base import Tier
 _ASKED_CHUNKS = 64
 """Chunks whose owners a tier is asked for in one piece of work."""
 _MEASURED_CHUNKS = 4
-"""Chunks that a start reads at once to measure a tier."""
+"""Most chunks that a start reads to measure a tier."""
 _DOUBTING_OWNERS = 64
-"""Owners whose chunks it is asked for at once."""
+"""Most owners for whose chunks the tier is asked at once."""
 
 
 class TierSpec(NamedTuple):
@@ -45,7 +44,7 @@ class TierSpec(NamedTuple):
     budget: WriteBudget | None = None
     """Limit of writes; None for no limit."""
     on_evict: bool = False
-    """Chunks are written when RAM is about to evict them, and not when they were saved.
+    """Whether chunks are written when RAM is about to evict them, and not when they were saved.
 
     What is forgotten before costs no write, and no hit is lost: a public trace of conversations
     (room for 2.5 % of it in RAM, 20 % below) has 35.0 % for 34.5 % of its chunks hit, with 2 %
@@ -55,7 +54,7 @@ class TierSpec(NamedTuple):
 
 
 class Core(NamedTuple):
-    """A Store's and its lower tiers' common part. ``lock`` guards all but the pool's bytes."""
+    """Parts of a Store that its lower tiers share. ``lock`` guards all but the pool's bytes."""
 
     lock: AbstractContextManager[object]
     directory: Directory
@@ -63,7 +62,7 @@ class Core(NamedTuple):
     counts: Counter[str]
 
     def took(self, what: str, place: str, seconds: float) -> None:
-        """Under the lock: tell the observers."""
+        """Tell the observers how long work took. Under the lock."""
         for tell in self.directory.observers.took:
             tell(what, place, seconds)
 
@@ -79,11 +78,11 @@ class LowerTier:
         self._core = core
         self._lock, self._directory, self._counts = core.lock, core.directory, core.counts
         self.chunks = core.directory.tiers[index]
-        """Guarded by the Store's lock, as :attr:`pace`."""
+        """Index of the tier's chunks. Guarded by the Store's lock, as :attr:`pace`."""
         self.chunks.shared = place.tier.shared
         self._to_delete = deque[ChunkKey]()
         self._doubted: dict[int, dict[ChunkKey, None]] = {}
-        """Owner -> chunks that it wants dropped if its own, which the tier has to be asked."""
+        """Owner -> chunks to drop if they are its own, which the tier has to be asked."""
         self._asking_whose = False
         self._corrupt = self._found_corrupt()
         self._silent = False
@@ -92,8 +91,9 @@ class LowerTier:
         self._following = False
 
     def _follow_room(self) -> None:
-        """Under the lock: a tier that was away at the start may know its room by now, and one of
-        several disks may have gone or come back. What others have of the room stays theirs."""
+        """Take over the tier's capacity if it has changed: a tier that was away at the start may
+        know it by now, and a disk of several may have gone or come back. Other Stores' room stays
+        theirs. Under the lock."""
         if (room := self.tier.capacity) != self._room_told:
             had_all = self.chunks.capacity == self._room_told
             self._room_told = room
@@ -101,8 +101,8 @@ class LowerTier:
             self.chunks.limit(room if had_all else min(self.chunks.capacity, room), 0)
 
     def _follow_chunks(self) -> None:
-        """On a lane thread, one at a time: what a part of the tier had that failed is lost, and
-        found again when it comes back."""
+        """Drop chunks that were lost with a part of the tier that failed, and add those found again
+        when it is back. On a lane thread, one at a time."""
         with self._lock:
             if self._following:
                 return
@@ -125,21 +125,21 @@ class LowerTier:
     # ---- estimates -------------------------------------------------------------------------------
 
     def wait(self, reads: int) -> float | None:
-        """Under the lock: see Pace.wait."""
+        """See Pace.wait. Under the lock."""
         return self.pace.wait(reads, self._clock())
 
     def asking(self, keys: int) -> Asking:
-        """Under the lock: what asking this shared tier for ``keys`` chunks would take."""
+        """Return the costs of asking this shared tier for ``keys`` chunks. Under the lock."""
         return Asking(self.wait(1), self.wait(1 + keys), self.pace.odds)
 
     @property
     def away(self) -> bool:
-        """The tier does not answer: its last read failed, or it is left alone now. Any thread."""
+        """Whether the tier's last read failed, or it is left alone now. Any thread."""
         return self._silent or self.tier.open_breakers > 0
 
     def was_read(self, entry: Entry, whole: bool | None) -> None:
-        """Under the lock: a read into a slot ended. After a failure the entry stays FILLING:
-        another tier may have the chunk."""
+        """Note the end of a read into a slot. After a failure the entry stays FILLING: another tier
+        may have the chunk. Under the lock."""
         self._silent = whole is None
         if whole:
             self._counts[f"{self.tier.name}_loaded"] += 1
@@ -150,8 +150,8 @@ class LowerTier:
             self.chunks.lost(entry.key, self._how_lost())
 
     def _how_lost(self) -> Left:
-        """Under the lock: why a read found nothing, by the tier's counts. Of two reads that fail at
-        the same moment one may get the other's reason."""
+        """Return why a read found nothing, by the tier's counts. Of two reads that fail at the same
+        moment one may get the other's reason. Under the lock."""
         before, self._corrupt = self._corrupt, self._found_corrupt()
         return Left.CORRUPT if self._corrupt > before else Left.EVICTED
 
@@ -161,7 +161,7 @@ class LowerTier:
     # ---- questions -------------------------------------------------------------------------------
 
     def ask(self, question: Work) -> bool:
-        """Takes the lock: queue a question that a request waits for. False: refused."""
+        """Queue a question that a request waits for. Returns whether it could. Takes the lock."""
 
         def begin() -> None:
             with self._lock:
@@ -177,7 +177,7 @@ class LowerTier:
         return False
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """On a lane thread: see :meth:`Tier.find`."""
+        """See :meth:`Tier.find`. On a lane thread."""
         with self._lock:
             call = self.pace.begun(self._clock())
         found = 0
@@ -189,25 +189,25 @@ class LowerTier:
         return found
 
     def found(self, keys: Sequence[ChunkKey], owners: Sequence[int]) -> None:
-        """Under the lock: the tier turned out to hold ``keys``, coldest first, with these owners.
-        What leaves for them is to be deleted."""
+        """Add ``keys``, coldest first, which the tier turned out to hold, with these owners. Chunks
+        that leave for them are to be deleted. Under the lock."""
         self._follow_room()
-        # What a shared tier has beyond our room is others', and not ours to delete.
+        # A shared tier's chunks beyond our room are other servers', and not ours to delete.
         first = max(0, len(keys) - self.chunks.capacity) if self.tier.shared else 0
         victims = self.chunks.found(keys[first:], owners[first:])
         self._counts[f"{self.tier.name}_evicted"] += len(victims)
         self._to_delete += victims
 
     def owners(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
-        """On a thread that may block: the chunks' owners where that costs no request for each.
-        Otherwise none until they have to be known."""
+        """Return the chunks' owners if that costs no request for each, else none until they have to
+        be known. On a thread that may block."""
         return [UNOWNED] * len(keys) if self.tier.asks_for_owners else self.tier.owners(keys)
 
     # ---- trial reads: into memory of their own, not into slots -----------------------------------
 
     def measure(self) -> None:
-        """Takes the lock. At the start: learn the tier's pace from a few chunks that it holds. A
-        shared tier has not said yet what it holds."""
+        """Learn the tier's pace from a few chunks that it holds, at the start. A shared tier has
+        not said yet what it holds. Takes the lock."""
         with self._lock:
             keys = list(islice(self.chunks.order, min(_MEASURED_CHUNKS, self.lane.threads)))
         for key in keys:
@@ -220,7 +220,7 @@ class LowerTier:
             self.try_read(key)
 
     def probe(self, key: ChunkKey) -> None:
-        """Takes the lock. If due: read a chunk that no request waits for, to learn the pace."""
+        """Read a chunk, if due, that nothing waits for, to learn the pace. Takes the lock."""
         with self._lock:
             due = self.pace.probe_due(self._clock())
         if due and not self.lane.submit(partial(self._probe, key)):
@@ -250,7 +250,7 @@ class LowerTier:
         return True
 
     def try_read(self, key: ChunkKey) -> memoryview | None:
-        """On a lane thread: a chunk in scratch memory, page-aligned. None when it is not there."""
+        """Read a chunk into page-aligned scratch memory, or return None. On a lane thread."""
         size = self._core.pool.slot_bytes
         pages = memoryview(
             mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
@@ -263,7 +263,7 @@ class LowerTier:
         finally:
             with self._lock:
                 self.pace.read(call, self._clock(), bool(whole))
-        # What was deleted and written anew while it was read is missed, and held.
+        # A chunk that was deleted and written anew during the read is missed, but held.
         if whole is False and not self.find([key]):
             with self._lock:
                 self.chunks.lost(key, self._how_lost())
@@ -272,12 +272,12 @@ class LowerTier:
     # ---- deletions -------------------------------------------------------------------------------
 
     def discard(self, key: ChunkKey) -> None:
-        """Under the lock: delete this chunk at the next :meth:`sweep`."""
+        """Delete this chunk at the next :meth:`sweep`. Under the lock."""
         self._to_delete.append(key)
 
     def sweep(self) -> None:
-        """On a lane thread: delete what is to be deleted. What a disk that hangs has of it holds up
-        this thread alone."""
+        """Delete the chunks that wait for it. A disk that hangs holds up this thread alone. On a
+        lane thread."""
         self._follow_chunks()
         with self._lock:
             self._follow_room()
@@ -294,8 +294,8 @@ class LowerTier:
             self._asking_whose = self.lane.submit(self._ask_whose)
 
     def doubt(self, keys: Sequence[ChunkKey], owner: int | None) -> None:
-        """Under the lock: ``owner`` wants these chunks dropped. For those whose owner is not known
-        here the tier is asked after the next :meth:`sweep_soon`, for at most 64 owners at once."""
+        """Note that ``owner`` wants these chunks dropped. After the next :meth:`sweep_soon` the
+        tier is asked whose the unowned ones are, for at most 64 owners at once. Under the lock."""
         if owner is None or not self.tier.asks_for_owners:
             return
         unowned = self.chunks.unowned(keys)
@@ -303,9 +303,9 @@ class LowerTier:
             self._doubted.setdefault(owner, {}).update(dict.fromkeys(unowned))
 
     def _ask_whose(self) -> None:
-        """On a lane thread: ask for the owners of a few chunks, and delete those of the owner that
-        wants them dropped. Then others may have the lane. A tier that cannot be asked now is asked
-        after a later :meth:`sweep_soon`."""
+        """Ask for the owners of a few chunks, and delete those of the owner that wants them
+        dropped. Then other work may have the lane. A tier that cannot be asked now is asked after a
+        later :meth:`sweep_soon`. On a lane thread."""
         with self._lock:
             owner, doubted = next(iter(self._doubted.items()), (UNOWNED, {}))
             keys = list(doubted)[:_ASKED_CHUNKS]
@@ -327,7 +327,7 @@ class LowerTier:
         self.sweep_soon()
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """On a thread that may block: delete chunks that the Directory has given up."""
+        """Delete chunks that the Directory has given up. On a thread that may block."""
         for key in keys:
             self.tier.delete(key)
             with self._lock:
@@ -335,8 +335,8 @@ class LowerTier:
 
     def purge_unseen(self, owner: int | None) -> Future[tuple[int, bool]]:
         """Delete the chunks of ``owner`` that a shared tier, or a disk that is left alone, has and
-        this Store does not know: how many, and whether it was searched to the end. On the lane,
-        where it takes seconds. What is being written is left to its writer."""
+        this Store does not know. Returns how many, and whether all was searched. On the lane, where
+        it takes seconds. A chunk that is being written is left to its writer."""
         future: Future[tuple[int, bool]] = Future()
         there = self.tier.capacity == self._room_told
         if there and not (self.tier.open_breakers or self.tier.owed) and not self.tier.shared:
@@ -357,8 +357,8 @@ class LowerTier:
             future.set_result((len(going), whole))
 
     def close(self, run: Sequence[ChunkKey]) -> None:
-        """Takes the lock. The lane is closed: let go, and keep the chunks and their order if the
-        tier can. ``run`` was written last, the hottest first."""
+        """Close the tier, which keeps the chunks and their order if it can. ``run`` was written
+        last, the hottest first. The lane is closed already. Takes the lock."""
         with self._lock:
             self.chunks.order.ordered(run)
             order = list(self.chunks.order)
@@ -367,13 +367,13 @@ class LowerTier:
     # ---- its part of a budget that several Stores divide -----------------------------------------
 
     def lend(self) -> None:
-        """Under the lock, at the start: other Stores have the room of all that is not held."""
+        """Begin with room for what is held only: other Stores have the rest. Under the lock."""
         if self.tier.chunk_room:
             self._reserved = len(self.chunks.order)
             self.chunks.limit(self._reserved, 0)
 
     def room(self, ages: Ages) -> Room | None:
-        """Under the lock. None where no budget is divided."""
+        """Return the tier's part of a divided budget, or None without one. Under the lock."""
         tier, chunks = self.tier, self.chunks
         if not tier.chunk_room:
             return None
@@ -391,9 +391,9 @@ class LowerTier:
         )
 
     def limit(self, capacity: int) -> Steps[None]:
-        """On a thread that may block: set the number of chunks that the tier may hold here. The
-        room of the others is given back, or reserved again. Of what cannot be reserved nothing is
-        held."""
+        """Set the number of chunks that the tier may hold here. Room beyond it is given back, and
+        missing room is reserved again. Nothing is held in room that cannot be reserved. On a thread
+        that may block."""
         while True:
             with self._lock:
                 smaller = min(capacity, self.chunks.capacity)

@@ -10,7 +10,7 @@ from kvtier.store.lower.lower_tier import Core, LowerTier
 
 
 class Promotions:
-    """``arrived``: called when a promotion has ended, on a lane thread without the lock."""
+    """Reads into slots. ``arrived``: called after each, on a lane thread without the lock."""
 
     def __init__(
         self,
@@ -22,10 +22,10 @@ class Promotions:
         self._core, self._lower_tiers = core, lower_tiers
         self._arrived, self._clock = arrived, clock
         self._queued: dict[Entry, float] = {}
-        """Entries whose reads have not begun, and since when they wait."""
+        """Entries whose reads have not begun -> time since when they wait."""
 
     def begin(self, promotions: Sequence[tuple[Entry, int]]) -> None:
-        """Read each FILLING entry from its tier (by index). What a lane refuses is a miss."""
+        """Read each FILLING entry from its tier (by index). A refused read is a miss."""
         if not promotions:
             return
         now = self._clock()
@@ -49,7 +49,7 @@ class Promotions:
             self._core.directory.fill_failed(entry)
 
     def _promote(self, entry: Entry, lower: LowerTier) -> None:
-        """On a lane thread. A chunk without a waiter is not read."""
+        """Read a chunk unless no waiter is left. On a lane thread."""
         with self._core.lock:
             lower.pace.queued -= 1
             since = self._queued.pop(entry, None)
@@ -68,8 +68,8 @@ class Promotions:
     def _ended(
         self, entry: Entry, lower: LowerTier, whole: bool | None, call: int, since: float
     ) -> None:
-        """On a lane thread. After a failed read the next slower tier that holds the chunk is tried,
-        none twice. Then the chunk is a miss."""
+        """End a read. If it failed, the next slower tier that holds the chunk is tried, none twice.
+        Then the chunk is a miss. On a lane thread."""
         again, directory = None, self._core.directory
         with self._core.lock:
             now = self._clock()

@@ -37,19 +37,19 @@ from kvtier.tiers.nvme.index import (
 
 
 class Report(msgspec.Struct):
-    """One folder. Every slot counts once: good, corrupt, damaged, stale or free."""
+    """Findings in one folder. Every slot counts once: good, corrupt, damaged, stale or free."""
 
     path: str
     slot_bytes: int = 0
     slots: int = 0
     closed: bool = False
-    """The last owner closed it. After a crash all that was written is there too."""
+    """Whether the last owner closed it. After a crash all that was written is there too."""
     good: int = 0
     corrupt: int = 0
-    """Good records whose payload does not match, or cannot be read."""
+    """Number of good records whose payload does not match, or cannot be read."""
     damaged: int = 0
     stale: int = 0
-    """Older records of a key: a power cut undid their deletion. No tier believes them."""
+    """Number of older records of a key: a power cut undid their deletion. No tier believes them."""
     free: int = 0
     repaired: int = 0
     problems: list[str] = []
@@ -60,8 +60,8 @@ class Report(msgspec.Struct):
 
 
 def tier_folders(place: Path) -> list[Path]:
-    """Tiers' folders: ``place`` and those directly in it (a server's size classes, an engine's
-    replicas). Raises ConfigError when there is none."""
+    """Return tiers' folders: ``place`` and those directly in it (a server's size classes, an
+    engine's replicas). Raises ConfigError when there is none."""
     folders = (place, *sorted(place.glob("*/")))
     # not Path.exists, which raises for a folder that this user may not enter
     found = [folder for folder in folders if os.path.exists(folder / INDEX_NAME)]
@@ -73,12 +73,10 @@ def tier_folders(place: Path) -> list[Path]:
 
 
 def check(folder: Path, *, repair: bool = False) -> Report:
-    """Look at every slot, about as fast as one thread reads the disk. ``repair``: make bad ones
-    free.
+    """Read every slot, about as fast as one thread reads the disk. ``repair``: make bad ones free.
 
     Raises TierError when the folder is in use, not this user's alone, not readable, or of a newer
-    format (which is not ours to repair).
-    """
+    format (which is not ours to repair)."""
     with _locked(folder, os.O_RDWR if repair else os.O_RDONLY) as (files, index):
         report = Report(str(folder), problems=[])
         superblock = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
@@ -150,7 +148,7 @@ def _locked(folder: Path, mode: int) -> Iterator[tuple[TierFolder, int]]:
 
 
 def _read_table(index: int, superblock: Superblock) -> tuple[memoryview, Records]:
-    """The records in the file. The slots behind them are free."""
+    """Return the table and the records in the file. The slots behind them are free."""
     there = max(0, os.fstat(index).st_size - PAGE_BYTES) // RECORD_BYTES
     slots = min(superblock.slots, there)
     table = read_table(index, slots)

@@ -39,11 +39,11 @@ from kvtier.tiers.nvme.index import (
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS = 64
 _SETTLED_RECORDS = 64
-"""Records emptied in one call."""
+"""Most records emptied in one call."""
 
 
 class ChunkFolder:
-    """A folder of its own on a local file system, which holds nothing before :meth:`open`.
+    """Folder of chunks on a local file system, which holds none before :meth:`open`.
 
     Args:
         path: made, with mode 0700, if missing.
@@ -90,14 +90,14 @@ class ChunkFolder:
         # slot from others.
         self._places: dict[ChunkKey, int] = {}
         self._owed: dict[int, ChunkKey] = {}
-        """Places of what is gone. Their slots are not free before their records are erased."""
+        """Place -> chunk that is gone. The slot is not free before its record is erased."""
         self._free = array("I")
         self._given: list[int] = []
         """Slots whose blocks were given back to the file system."""
         self._seq = self._device = 0
 
     def open(self, *, lent: bool = False) -> None:
-        """Open it, or open it again. What is owed stays gone.
+        """Open the folder, or open it again. Deleted chunks stay gone.
 
         ``lent``: only slots with chunks from before have blocks until :meth:`resize`. Else all room
         is reserved at once.
@@ -124,7 +124,7 @@ class ChunkFolder:
         self._owners = np.zeros(self.slots, f"V{OWNER_BYTES}")
         self._stamps = np.zeros(self.slots, np.uint64)
         self._unread = bytearray(self.slots)
-        """1 for each slot written since then and not read."""
+        """Slot -> 1 if it was written since the open and not read."""
         self._given = []
         self._files, self.was_open = files, True
         self._recover(records)
@@ -148,8 +148,8 @@ class ChunkFolder:
         return key in self._places
 
     def stamped(self) -> Iterator[tuple[ChunkKey, tuple[int, int]]]:
-        """Chunks with stamps that order those of several folders by their age, or their place in a
-        close's order. Of records without one only the folder's own order is known."""
+        """Return chunks with stamps that order those of several folders by age, or by their last
+        close. Of records without one only the folder's own order is known."""
         with self._lock:
             places = list(self._places.items())
         return ((key, (int(self._stamps[at % self.slots]), at)) for key, at in places)
@@ -219,7 +219,7 @@ class ChunkFolder:
         return False
 
     def resize(self, chunks: int) -> int:
-        """Free slots' blocks, the file's last first, go to the file system or are reserved."""
+        """Give blocks of free slots, the file's last first, to the file system, or reserve them."""
         with self._lock:
             going = list[int]()
             if (surplus := self.slots - len(self._given) - chunks) > 0:
@@ -241,7 +241,8 @@ class ChunkFolder:
             return self.slots - len(self._given)
 
     def works(self) -> bool:
-        """Whether the folder is in place, and a record can be erased, a slot written and read."""
+        """Return whether the folder is in place, a record can be erased, a slot written and
+        read."""
         if not (self._look() and self.settle()):
             return False
         chunk = memoryview(bytearray(self.slot_bytes))
@@ -267,8 +268,8 @@ class ChunkFolder:
                 self._owed[place] = key
 
     def settle(self) -> bool:
-        """Erase records of what is gone, then free their slots: else the next chunk's record might
-        be erased. False: one could not be."""
+        """Erase records of deleted chunks, then free their slots: else the next chunk's record
+        might be erased. Returns False if one could not be."""
         for _ in range(min(len(self._owed), _SETTLED_RECORDS)):
             with self._lock:
                 if not self._owed:
@@ -287,18 +288,18 @@ class ChunkFolder:
         return True
 
     def note(self, name: str) -> bool:
-        """Make an empty file. False: it cannot be made."""
+        """Make an empty file. Returns whether it could be made."""
         with suppress(OSError):
             (self.path / name).touch(0o600)
             return True
         return False
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """Keys that ``coldest_first`` leaves out count as colder. Later calls miss."""
+        """Close with this order. Keys that it leaves out count as colder. Later calls miss."""
         with self._lock:
             places, self._places = self._places, {}
             self._free = array("I")
-        # Counted over what other folders hold of the same order, too.
+        # Positions in the whole order, chunks of other folders included.
         stamps = {key: at for at, key in enumerate(coldest_first, 1) if key in places}
         others = places.keys() - stamps.keys()
         order = [*sorted(others, key=places.__getitem__), *stamps]
@@ -406,7 +407,7 @@ class ChunkFolder:
 
 
 def _neighbours(slots: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Pieces of ``slots`` (ascending) without gaps, one file system call each."""
+    """Yield pieces of ``slots`` (ascending) without gaps, one file system call each."""
     first = 0
     for at in range(1, len(slots) + 1):
         if at == len(slots) or slots[at] != slots[at - 1] + 1 or at - first == _NEIGHBOURS:

@@ -38,9 +38,9 @@ from kvtier.tiers.nvme.set_disk import SetDisk
 
 _LOG = logging.getLogger(__name__)
 START_S, CLOSE_S = 10.0, 10.0
-"""Longest that a start, or a close, waits for disks."""
+"""Longest that a start, and a close, wait for disks."""
 _FIRST_PACE_S = 0.001
-"""Pace of disks before any is known."""
+"""Seconds a chunk that a disk is assumed to take before any pace is known."""
 _LATE_FACTOR = 4
 """Chunks by which a busy disk may fall behind before others get its chunks."""
 
@@ -49,12 +49,12 @@ class DiskPlace(NamedTuple):
     folder: Path
     bytes_: int
     most_calls: int
-    """Calls at once. A disk that hangs holds so many threads of the lane."""
+    """Most calls at once. A disk that hangs holds this many threads of the lane."""
 
 
 class DiskSet(Tier):
-    """Raises TierError where no disk can be opened, and none hangs. ``in_huge_pages``, and ``lent``
-    for :meth:`ChunkFolder.open`: see :class:`ChunkFolder`.
+    """NVMe tier on one or several disks. Raises TierError where none can be opened, and none hangs.
+    ``in_huge_pages``, and ``lent`` of ``open``: see :class:`ChunkFolder`.
 
     Threads: any number of lane threads. ``_lock`` guards the disks' states, and ``_admitting``, for
     one disk at a time, which chunks others have. No I/O under them.
@@ -160,7 +160,7 @@ class DiskSet(Tier):
         return lost, coldest_first(chain.from_iterable(disk.chunks.stamped() for disk in found))
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        """A disk that hangs is as after a crash at the next start."""
+        """Close the disks that answer. One that hangs is as after a crash at the next start."""
         order, until = list(coldest_first), time.monotonic() + CLOSE_S
         with self._lock:
             self._closed = True
@@ -179,8 +179,8 @@ class DiskSet(Tier):
         return [next(filter(None, whose), UNOWNED) for whose in zip(*every, strict=True)]
 
     def held_of(self, owner: int | None) -> tuple[Sequence[ChunkKey], bool]:
-        """Of the disks that are left alone: the Directory knows the others' chunks. What these owe
-        is noted on the others, so that a crash does not bring it back."""
+        """Return chunks of disks that are left alone: the Directory knows all others. Deletions
+        that these owe are noted on other disks, so that a crash does not undo them."""
         for disk in self.disks:
             for other in self.disks if disk.away or disk.chunks.owed else ():
                 if other is not disk:
@@ -200,7 +200,7 @@ class DiskSet(Tier):
         return sum(disk.chunks.slots for disk in self.disks if not disk.away)
 
     def resize(self, chunks: int) -> int:
-        """Each disk keeps room for what it holds. The rest is divided by what they could have
+        """Keep room on each disk for what it holds. The rest is divided by what each could have
         beside a server's other chunk sizes, which may have more of one disk than of another."""
         disks = [disk.chunks for disk in self.disks if not disk.away]
         self._lent = self._lent or chunks < self.capacity
@@ -245,8 +245,8 @@ class DiskSet(Tier):
         return next((disk for disk in self.disks if not disk.away and key in disk.chunks), None)
 
     def _chosen(self, tried: Sequence[SetDisk]) -> SetDisk | None:
-        """The disk for one more chunk, of those with room. Each gets them at its pace: start-time
-        fair queueing (Goyal, Vin and Cheng, 1996). None: no other disk has room."""
+        """Choose a disk with room for one more chunk, or None. Each gets chunks at its pace:
+        start-time fair queueing (Goyal, Vin and Cheng, 1996). ``tried``: disks left out."""
         with self._lock:
             self._look()
             able = [
@@ -267,16 +267,16 @@ class DiskSet(Tier):
             return disk
 
     def _paces(self) -> list[tuple[float, int]]:
-        """Under the lock: of the disks that are well, as far as known, and their index. The fastest
-        is first."""
+        """Return the known paces of the disks that are well, and their indexes, the fastest first.
+        Under the lock."""
         disks = enumerate(self.disks)
         return sorted((one.pace_s, at) for at, one in disks if one.pace_s and not one.away)
 
     def _call(
         self, disk: SetDisk, work: Callable[[], bool], *, moves: bool = True, patient: bool = False
     ) -> bool | None:
-        """A call to a disk begins as soon as it has fewer than its most. None: it is left alone, or
-        nobody but who is ``patient`` waits for it now. ``moves``: the work is a chunk's."""
+        """Do ``work`` as soon as the disk has fewer calls than its most. None if it is left alone,
+        or late and the caller is not ``patient``. ``moves``: the work is a chunk's."""
         with self._lock:
             while True:
                 self._look()
@@ -300,7 +300,7 @@ class DiskSet(Tier):
                     one.keep_up(next((pace for pace, of in paces if of != at), math.inf))
 
     def _look(self) -> None:
-        """Under the lock: leave alone what fails."""
+        """Leave alone the disks that fail. Under the lock."""
         for disk in self.disks:
             if not disk.away and (why := disk.fault()):
                 held = disk.leave_alone(why)
@@ -326,7 +326,7 @@ class DiskSet(Tier):
             disk.lane.submit(partial(self._try, disk, call), urgent=True)
 
     def _try(self, disk: SetDisk, call: int) -> None:
-        """On the disk's own thread."""
+        """Open a disk again, on its own thread."""
         try:
             disk.try_again(lent=self._lent)
             why = ""
@@ -363,7 +363,7 @@ class DiskSet(Tier):
                 asked(note.parent, note.unlink, None)
 
     def _settle(self, disk: SetDisk) -> None:
-        """On the disk's own thread: erase what it owes."""
+        """Erase records that the disk owes, on its own thread."""
         while disk.chunks.owed:
             if self._call(disk, disk.chunks.settle, moves=False, patient=True) is None:
                 break

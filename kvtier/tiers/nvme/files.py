@@ -123,7 +123,7 @@ class SlotFiles:
                 part[:] = room[: part.nbytes]
 
     def _pieces(self, slot: int, view: memoryview) -> Iterator[tuple[int, Bytes, Bytes]]:
-        """``(file offset, piece, memory for the disk)``: the view as it is, or cut to fit the
+        """Yield ``(file offset, piece, memory for the disk)``: the view as it is, or cut to fit the
         thread's buffer, of which whole pages go to the disk."""
         at, whole = slot * self.slot_bytes, np.frombuffer(view, np.uint8)
         if not whole.nbytes % PAGE_BYTES and self._in_huge_pages(view):
@@ -155,7 +155,7 @@ class SlotFiles:
             raise
 
     def in_place(self) -> bool:
-        """Whether the folder's path still leads to both files. Takes microseconds."""
+        """Return whether the folder's path still leads to both files. Takes microseconds."""
         names = ((INDEX_NAME, self.index), (SLOTS_NAME, self._payload))
         return not self._locked or all(leads_to(self.path / name, fd) for name, fd in names)
 
@@ -196,7 +196,7 @@ class SlotFiles:
         return table_bytes(self.slots) + (0 if self._lent else self.slots * self.slot_bytes)
 
     def _check_room(self) -> None:
-        """Raises TierError unless 5 % of the file system, at most 1 GiB, stay free."""
+        """Raise TierError unless 5 % of the file system, at most 1 GiB, stay free."""
         system = os.fstatvfs(self.index)
         free = system.f_bavail * system.f_frsize
         margin = min(_GIB, system.f_blocks * system.f_frsize // 20)
@@ -315,7 +315,7 @@ def lock(index: int) -> str:
 
 
 def read_table(index: int, slots: int) -> memoryview:
-    """Leading records of an index file. Raises OSError."""
+    """Return the leading records of an index file. Raises OSError."""
     table = memoryview(bytearray(slots * RECORD_BYTES))
     for start in range(0, len(table), _STEP_BYTES):
         part = table[start : start + _STEP_BYTES]
@@ -329,7 +329,7 @@ def _allocate(fd: int, size: int) -> None:
 
 
 class _Staging(threading.local):
-    """A thread's buffer for the disk, in huge pages where the kernel has any."""
+    """Buffer of a thread for the disk, in huge pages where the kernel has any."""
 
     def __init__(self) -> None:
         region = mmap.mmap(-1, _STAGING_BYTES + _HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

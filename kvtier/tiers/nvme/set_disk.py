@@ -17,26 +17,26 @@ from kvtier.tiers.breaker import OPENING_FAULTS, Breaker
 from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 
 FROZEN_S = 2.0
-"""A call that lasts longer than this, and than a slow disk's, is one of a disk that hangs."""
+"""Least age of a call from which on its disk hangs. A slow disk's is longer."""
 _SLOWEST_BYTES_S = 25e6
-"""Bytes a second of a disk that works, before its pace is known."""
+"""Least bytes a second of a disk that works, before its pace is known."""
 _HANGS_FACTOR = 16
 """Factor of the usual time of a call after which the disk hangs."""
 _LATE_FACTOR, _LATE_S = 8, 0.05
-"""Factor of what other disks take for a call, after which nobody waits for it, and its least."""
+"""Factor of other disks' time for a call, and its least, after which nobody waits for it."""
 _FIRST_CALLS, _PACE_CALLS = 16, 64
-"""Calls from which on a disk's pace is known, and calls that it is the average of."""
+"""Calls after which a disk's pace is known, and calls over which it is averaged."""
 _OUT_FACTOR = 4
 """Factor by which one call may differ from the average."""
 _TOLD = ("bytes_read", "bytes_written", "failed_reads", "failed_writes")
 
 
 class SetDisk:
-    """Guarded by the set's lock, but for what says otherwise. Only a disk that is well, or a call
-    that tries it again, has calls.
+    """State of one disk, guarded by the set's lock, but for what says otherwise. Only a disk that
+    is well, or a call that tries it again, has calls.
 
     Args:
-        most_calls: calls at once. A disk that hangs holds so many threads of the lane.
+        most_calls: the most at once. A disk that hangs holds this many threads of the lane.
         freed: a condition on the set's lock.
     """
 
@@ -48,18 +48,19 @@ class SetDisk:
         clock: Callable[[], float],
     ) -> None:
         self.chunks, self.folder = chunks, chunks.path
-        """Opened only by the one call that tries the disk again."""
+        """Folder, opened only by the one call that tries the disk again."""
         self.note = f"cleared-{xxh3_64_hexdigest(str(self.folder).encode())}-"
-        """Begin of names of empty files on other disks: whose chunks are to be dropped here."""
+        """Prefix of empty files' names on other disks, which tell whose chunks are to be
+        dropped."""
         self.most_calls, self.freed, self._clock = most_calls, freed, clock
         self.lane = Lane("disk", 1, urgent_bound=2, bound=1)
-        """Its own thread: opens, tries and closes it, and deletes what it owes. Nobody waits for
-        that longer than a bound."""
+        """Thread of the disk: opens, tries and closes it, and deletes what it owes. Nobody waits
+        for that longer than a bound."""
         self.breaker = Breaker(clock)
         self.away = "it has not answered since the start"
-        """Why the disk is left alone. Empty: it is well."""
+        """Reason why the disk is left alone, or "" while it is well."""
         self.due = 0.0
-        """The set's turn from which it gets the next chunk."""
+        """Turn of the set from which the disk gets the next chunk."""
         self._pace_s, self._paced = math.inf, 0
         slowest_s = most_calls * chunks.slot_bytes / _SLOWEST_BYTES_S
         self.frozen_s = max(FROZEN_S, slowest_s)
@@ -74,15 +75,15 @@ class SetDisk:
         """Start of the oldest call. Read without the lock."""
 
     def well(self) -> bool:
-        """Without the lock: it is not left alone, and answers."""
+        """Return whether the disk is not left alone, and answers. Without the lock."""
         return not self.away and self.answers()
 
     def answers(self) -> bool:
-        """Without the lock."""
+        """Return whether no call is late. Without the lock."""
         return self._clock() - self.oldest < min(self.frozen_s, self.late_s)
 
     def keep_up(self, pace_s: float) -> None:
-        """``pace_s``: the fastest of the other disks. None is known: infinite."""
+        """Set when calls are late. ``pace_s``: of the fastest other disk, infinite if unknown."""
         self.late_s = max(_LATE_S, _LATE_FACTOR * self.most_calls * pace_s)
 
     @property
@@ -91,11 +92,11 @@ class SetDisk:
 
     @property
     def pace_s(self) -> float | None:
-        """Seconds that it is busy with one chunk, once that is known."""
+        """Seconds that the disk is busy with one chunk, once that is known."""
         return self._pace_s if self._paced >= _FIRST_CALLS else None
 
     def status(self) -> DiskStatus:
-        """Without the lock."""
+        """Return the disk's counts and state. Without the lock."""
         chunks, away = self.chunks, bool(self.away)
         return DiskStatus(
             disk=str(self.folder),
@@ -113,7 +114,7 @@ class SetDisk:
         return self._calls
 
     def ended(self, call: int, *, moved: bool) -> None:
-        """``moved``: a chunk was written or read."""
+        """Note the end of a call, and learn from it. ``moved``: a chunk was written or read."""
         beside, now = len(self._begun), self._clock()
         begun = self._begun.pop(call)
         seconds = (now - begun) / beside
@@ -143,7 +144,7 @@ class SetDisk:
         return self.chunks.counts["failed_reads"] + self.chunks.counts["failed_writes"]
 
     def fault(self) -> str:
-        """Why it has to be left alone from now on. Empty: it need not."""
+        """Return why the disk has to be left alone from now on, "" if not."""
         if self._clock() - self.oldest >= self.frozen_s:
             return f"a call has lasted {self.frozen_s:.1f} s"
         if self.breaker.open and self._slow:
@@ -153,7 +154,7 @@ class SetDisk:
         return self.chunks.trouble
 
     def leave_alone(self, why: str) -> Sequence[ChunkKey]:
-        """Returns what it held."""
+        """Leave the disk alone. Returns the chunks that it holds."""
         self.away = why
         for _ in range(OPENING_FAULTS):
             self.breaker.fault()
