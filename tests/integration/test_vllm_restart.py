@@ -3,6 +3,7 @@ that users have, where RAM holds a prompt, a third or an eighth of it. Most comb
 on vLLM's own scheduler (tests/unit/connectors/test_vllm_restart.py)."""
 
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from functools import cache
@@ -87,6 +88,7 @@ def case(mode, slots, *, busy=False, more=True, **config):
 def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_path, one):
     computed, left = killed(one.mode)
     shutil.copytree(left, tmp_path / "nvme")
+    os.sync()  # the start measures a few first reads, which would wait until this copy is written
     disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "128MiB"}
     with spinning() if one.busy else nullcontext():
         ram = one.slots * CHUNK_BYTES
