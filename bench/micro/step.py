@@ -166,6 +166,7 @@ class SchedulingLoop:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -210,6 +211,7 @@ class SchedulingLoop:
         self._names = iter(range(1 << 30))
         if arm != ALONE:
             self._join(cache)
+        freeze_gc_heap()  # as an engine does when it has started
 
     def _join(self, cache: Any) -> None:
         """The halves learn of each other, and every hook of the scheduler's is timed."""
@@ -251,9 +253,8 @@ class SchedulingLoop:
         from vllm.v1.request import Request
 
         sampling = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
-        name = str(next(self._names))
-        request = Request(name, tokens, sampling, None, block_hasher=self._hasher)
-        self.scheduler.add_request(request)
+        name, hasher = str(next(self._names)), self._hasher
+        self.scheduler.add_request(Request(name, tokens, sampling, None, block_hasher=hasher))
 
     def step(self) -> Spent:
         waited, begun = waited_ns(), time.thread_time_ns()

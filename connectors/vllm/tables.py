@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvtier.connectors.vllm.groups import Geometry, Piece
@@ -77,21 +76,23 @@ def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, Tables]]) -> l
 
 
 def loading(
-    geometry: Geometry, slots: Mapping[Piece, int], tables: Tables, begin: int, end: int
+    geometry: Geometry, pieces: Iterable[tuple[Piece, int]], tables: Tables, begin: int, end: int
 ) -> list[Move]:
-    """Return the moves of a load into the blocks that tokens ``begin`` to ``end`` need."""
-    moves = []
-    place = {group: index for index, group in enumerate(geometry.groups)}
-    in_order = sorted(slots, key=lambda piece: (place[piece.group], piece.number))
-    for group, pieces in groupby(in_order, key=lambda piece: piece.group):
-        numbers = [piece.number for piece in pieces]
-        own, block = [slots[Piece(group, number)] for number in numbers], group.block_tokens
-        if group.is_at_ends:
-            places = [geometry.first_block(Piece(group, number)) for number in numbers]
-            moves.append(Move(place[group], own, [tables[group.number][at] for at in places]))
+    """Return the moves of a load into the blocks that tokens ``begin`` to ``end`` need. Pieces of a
+    group come in ascending order, each with its slot."""
+    own, moves = dict[int, list[tuple[Piece, int]]](), []
+    for one in pieces:
+        own.setdefault(one[0].group.number, []).append(one)
+    for place, group in enumerate(geometry.groups):
+        if not (parts := own.get(group.number)):
             continue
-        start = numbers[0] * geometry.piece_tokens
+        slots, block = [slot for _, slot in parts], group.block_tokens
+        if group.is_at_ends:
+            places = [geometry.first_block(piece) for piece, _ in parts]
+            moves.append(Move(place, slots, [tables[group.number][at] for at in places]))
+            continue
+        start = parts[0][0].number * geometry.piece_tokens
         first = max(begin, start, group.first_needed(end)) // block
         blocks = list(tables[group.number][first : -(-end // block)])
-        moves.append(Move(place[group], own, blocks, first - start // block))
+        moves.append(Move(place, slots, blocks, first - start // block))
     return moves

@@ -305,8 +305,7 @@ class Directory:
 
     def unpin(self, run: Sequence[Entry]) -> None:
         """Drop a pin of each entry. READY ones without pins become hot, the first the hottest."""
-        for entry in run:
-            self._unpin(entry)
+        self._unpin(run)
         idle = [entry.key for entry in run if self._is_idle(entry)]
         if idle:
             self._over.difference_update(idle)
@@ -448,7 +447,7 @@ class Directory:
         elif stored:
             tier.leaving.add(entry.key)
         entry.writes -= 1
-        self._unpin(entry)
+        self._unpin((entry,))
         return wanted or not stored
 
     # ---- the whole -------------------------------------------------------------------------------
@@ -653,18 +652,20 @@ class Directory:
                 self._count_idle((entry,), -1)
         entry.pins += 1
 
-    def _unpin(self, entry: Entry) -> None:
-        if entry.pins < 1:
-            raise StateError("unpin without a pin")
-        entry.pins -= 1
-        if entry.pins:
-            return
-        self._pinned -= 1
-        if entry.state is READY:
-            self._count_idle((entry,), 1)
-        elif entry.state is GONE:
-            self._gone.discard(entry)
-            self._free_slots((entry,))
+    def _unpin(self, entries: Sequence[Entry]) -> None:
+        left = list[Entry]()
+        for entry in entries:
+            if entry.pins < 1:
+                raise StateError("unpin without a pin")
+            entry.pins -= 1
+            if not entry.pins:
+                left.append(entry)
+        self._pinned -= len(left)
+        self._count_idle([entry for entry in left if entry.state is READY], 1)
+        if self._gone:
+            gone = [entry for entry in left if entry.state is GONE]
+            self._gone.difference_update(gone)
+            self._free_slots(gone)
 
     def _count_idle(self, entries: Sequence[Entry], by: int) -> None:
         self._idle += by * len(entries)

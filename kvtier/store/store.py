@@ -720,5 +720,4 @@ class Store:
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Unpin entries, and tell promotions of it. Under the lock."""
         self._directory.unpin(entries)
-        for entry in entries:
-            self._promotions.unpinned(entry)
+        self._promotions.unpinned(entries)

@@ -12,7 +12,7 @@ Everything longer is declined.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from kvtier.api import Asker, KVStore, LoadLease
@@ -21,10 +21,11 @@ from kvtier.connectors.vllm.scheduler_side.hit_table import (
     WholeHit,
     WholeHits,
     ends_of_parts,
+    longest_hit,
     tokens_with,
 )
 from kvtier.connectors.vllm.scheduler_side.partial_tails import PartialTails
-from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, TriedEnds
+from kvtier.connectors.vllm.scheduler_side.prompts import Prompt, RequestClaim, TriedEnds
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import LookupResult
 from kvtier.load_policy.choose import HitEnd, LoadPlan
@@ -40,14 +41,14 @@ class Claims:
         store: KVStore,
         geometry: Geometry,
         load_policy: LoadPolicy,
-        prompts: Mapping[str, Prompt],
         tails: PartialTails,
     ) -> None:
         self._store = store
         self._tails = tails
         self._geometry = geometry
         self._load_policy = load_policy
-        self._prompts = prompts
+        self._held = dict[str, RequestClaim]()
+        """Claims that may have slots, by request."""
 
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool, first: bool
@@ -70,7 +71,7 @@ class Claims:
 
     def _promise_part(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> int | None:
         claim = prompt.claim
-        last = self._geometry.last_end(prompt.request.num_tokens)
+        last = longest_hit(self._geometry, prompt.request.num_tokens)
         run = self._geometry.run(keys, claim.begin, last)
         lease = self._claim_part(prompt, run, busy)
         if lease is None:
@@ -103,6 +104,9 @@ class Claims:
                 self._take(prompt, run, unknown[0], _NOTHING, unknown[1])
                 claim.taken_pieces = 0
                 return unknown[1]
+            if run.end > claim.begin and self._claim_ready(prompt, run, busy):
+                claim.taken_pieces = run.length
+                return claim.lease
             result = self._store.lookup(run.wanted)
         return self._load_or_decline(prompt, run, result, busy)
 
@@ -269,6 +273,9 @@ class Claims:
     ) -> None:
         claim = prompt.claim
         claim.lease, claim.store_was_asked = lease, True
+        if claim.asked_first:
+            self._held = {name: one for name, one in self._held.items() if one.held}
+        self._held[prompt.request.request_id] = claim
         claim.run = run
         claim.known_pieces, claim.why, claim.declined = result.known, result.why, {}
         now = self._load_policy.clock()
@@ -289,7 +296,7 @@ class Claims:
         claim = prompt.claim
         if claim.asked_first or not pieces:
             return True
-        claimed = sum(other.claim.held for other in self._prompts.values())
+        claimed = sum(other.held for other in self._held.values())
         return claimed + pieces <= self._store.most_held // 2
 
 
@@ -306,6 +313,7 @@ class Granted:
     def __init__(self, geometry: Geometry, most: int | None, in_flight: int) -> None:
         self._geometry, self._most, self._in_flight = geometry, most, in_flight
         self._needs: dict[str, int] = {}
+        self._together = 0
         self._next = ""
         """Did not fit, and is granted its load before all others."""
 
@@ -313,7 +321,7 @@ class Granted:
         """A request that does not fit is not overtaken by others, so that it fits once those
         that were granted a load have begun."""
         if self._needs and self._most is not None:
-            together = self._need(request) + sum(self._needs.values())
+            together = self._need(request) + self._together
             if together > self._most or self._next not in ("", request.request_id):
                 self._next = self._next or request.request_id
                 return False
@@ -321,10 +329,11 @@ class Granted:
 
     def add(self, request: Any) -> None:
         self.gone(request.request_id)
-        self._needs[request.request_id] = self._need(request)
+        self._needs[request.request_id] = need = self._need(request)
+        self._together += need
 
     def gone(self, request_id: str) -> None:
-        self._needs.pop(request_id, None)
+        self._together -= self._needs.pop(request_id, 0)
         if self._next == request_id:
             self._next = ""
 

@@ -10,7 +10,7 @@ from kvtier.connectors.vllm.groups import Geometry, Kind
 _TOGETHER_STEPS = 8
 """Answers of full attention alone, whose blocks stay as they are, are looked at in one step of so
 many: caches that a step has emptied are filled once for all of them."""
-_MOST_ANSWERS = 64
+_MOST_ANSWERS = 32
 """Most answers that are looked at in one step."""
 
 
@@ -54,8 +54,8 @@ class DueSteps:
         return [*prompts, *found]
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether it was looked at since it has its blocks, and can finish more."""
-        return request_id in self._due
+        """Whether it can have finished more since it was looked at."""
+        return self._due.get(request_id, math.inf) <= self._step + 1
 
     def wait(self, request_id: str, tokens: int | None) -> None:
         """``tokens`` are missing until the request is due, which is in the next step at the

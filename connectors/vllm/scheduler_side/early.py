@@ -17,7 +17,6 @@ whose engine got other weights before its last copies, keeps nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +83,8 @@ class _Load:
     leases: dict[Part, LoadLease] = field(default_factory=dict)
     copying: int = 0
     """Slots that ranks read now."""
-    sources: dict[Piece, str] = field(default_factory=dict)
+    sources: list[str] = field(default_factory=list)
+    """Of each piece that has arrived."""
     why: Reason = "refused"
     """Miss reason of what is not loaded."""
     is_void: bool = False
@@ -350,8 +350,7 @@ class EarlyLoads(Extension):
             else:
                 load.leases[part] = lease
         self._loads[load.number] = load
-        self._jobs.pending[load.number] = Pending(load.number, [name], keys, tokens=tokens)
-        self._jobs.loading.update(keys)
+        self._jobs.begin(Pending(load.number, [name], keys, tokens=tokens))
         pool = leases[0].pool
         assert pool is not None, "a lease with slots has a pool"
         self._jobs.begun.append(BegunLoad(load.number, prompt, len(keys) * pool.slot_bytes))
@@ -406,8 +405,8 @@ class EarlyLoads(Extension):
             lease.close()
             return
         geometry, pieces = self._geometry, load.pieces[part.begin : part.end]
-        slots = dict(zip(pieces, lease.slots, strict=False))
-        load.sources |= zip(pieces, load.prompt.claim.places(lease), strict=False)
+        slots = zip(pieces, lease.slots, strict=False)
+        load.sources += load.prompt.claim.places(lease)[:ready]
         begin = max(load.run.computed, pieces[0].number * geometry.piece_tokens)
         end = min(load.end, (pieces[-1].number + 1) * geometry.piece_tokens)
         moves = loading(geometry, slots, load.tables, begin, end)
@@ -416,10 +415,8 @@ class EarlyLoads(Extension):
         if load.parts.end == part.end:
             load.is_told, job.end = True, self._load_end(load, part.end)
         keys = lease.keys[:ready]
-        self._jobs.pending[job.number] = Pending(
-            job.number, [load.prompt.request.request_id], keys, load=lease, tokens=end - begin
-        )
-        self._jobs.loading.update(keys)
+        names = [load.prompt.request.request_id]
+        self._jobs.begin(Pending(job.number, names, keys, load=lease, tokens=end - begin))
         self._load_policy.load_began(end - begin)
         load.copying += ready
         self._copying[job.number] = load, part
@@ -458,16 +455,15 @@ class EarlyLoads(Extension):
         del self._loads[load.number]
         prompt.claim.in_blocks = 0
         prompt.claim.brought = {}
-        self._jobs.loading -= Counter(run.wanted[: len(load.pieces)])
         if self._live.prompts.get(name) is not prompt:
             return
         if not load.is_void:
             decline(self._store, prompt, run.wanted[kept : len(load.pieces)], load.why)
-        sources = {piece: load.sources[piece] for piece in load.pieces[:kept]}
-        told = prompt.progress.sources
+        sources, told = load.sources[:kept], prompt.progress.sources
         told.clear()
-        told.update(by_place(self._geometry, sources, run.computed, end) if sources else {})
-        self._live.answer(prompt, list(sources.values()), end - run.computed)
+        found = zip(load.pieces, sources, strict=False)
+        told.update(by_place(self._geometry, found, run.computed, end))
+        self._live.answer(prompt, sources, end - run.computed)
 
     # ---- ends ------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@ has not confirmed. One thread."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,14 +39,28 @@ class Jobs:
         self._reports_until = 0.0
         self.pending: dict[int, Pending] = {}
         """Jobs that some worker has not confirmed, by number."""
-        self.loading = Counter[ChunkKey]()
-        """Requests that wait for each piece that is being loaded."""
+        self.under_way = dict[str | ChunkKey, int]()
+        """Jobs of each request, and loads of each piece."""
         self.begun: list[BegunLoad] = []
         """Loads that workers get in the step to come."""
 
     @property
     def ranks(self) -> int:
         return len(self._parts)
+
+    def begin(self, pending: Pending) -> None:
+        self.pending[pending.number] = pending
+        for one in pending.about:
+            self.under_way[one] = self.under_way.get(one, 0) + 1
+
+    def end(self, pending: Pending) -> list[str]:
+        """Note that every worker has confirmed it. Return its requests that have no other job."""
+        del self.pending[pending.number]
+        for one in pending.about:
+            self.under_way[one] -= 1
+            if not self.under_way[one]:
+                del self.under_way[one]
+        return [one for one in pending.request_ids if one not in self.under_way]
 
     def number(self) -> int:
         self._reports_until = self._clock() + _REPORTS_S
@@ -103,6 +116,10 @@ class Pending:
     failed: int = 0
     dropped: bool = False
     """Chunks were cleared since it began."""
+
+    @property
+    def about(self) -> Sequence[str | ChunkKey]:
+        return self.request_ids if self.save is not None else [*self.request_ids, *self.keys]
 
 
 class BegunLoad(NamedTuple):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +88,8 @@ class RequestClaim:
 
     def places(self, lease: LoadLease) -> list[str]:
         """The tier that each ready piece of a lease came from for this request."""
+        if not self.brought:
+            return lease.sources
         return [
             self.brought.get(key, place) if place == RAM else place
             for key, place in zip(lease.keys, lease.sources, strict=False)
@@ -181,15 +182,16 @@ class Prompt:
 
 
 def by_place(
-    geometry: Geometry, sources: Mapping[Piece, str], begin: int, end: int
+    geometry: Geometry, sources: Iterable[tuple[Piece, str]], begin: int, end: int
 ) -> dict[str, int]:
     """Tokens ``begin`` to ``end`` by the place that they came from, for the first of the
-    anchors. Tokens before a window are not needed. They count for the first piece that is
-    needed."""
-    tokens = Counter[str]()
-    size, at = geometry.piece_tokens, begin
-    for piece in sorted(one for one in sources if one.group is geometry.anchors[0]):
-        until = min((piece.number + 1) * size, end)
-        tokens[sources[piece]] += until - at
-        at = until
+    anchors, whose pieces come in ascending order. Tokens before a window are not needed. They count
+    for the first piece that is needed."""
+    tokens = dict[str, int]()
+    size, at, anchor = geometry.piece_tokens, begin, geometry.anchors[0]
+    for piece, place in sources:
+        if piece.group is anchor:
+            until = min((piece.number + 1) * size, end)
+            tokens[place] = tokens.get(place, 0) + until - at
+            at = until
     return tokens

@@ -114,7 +114,7 @@ class Saves:
         moves = saving(self._geometry, found)
         job = Job(self._jobs.number(), self._jobs.address(lease.pool), moves)
         names = dict.fromkeys(owners[key].prompt.request.request_id for key in lease.keys)
-        self._pending[job.number] = Pending(job.number, [*names], lease.keys, save=lease)
+        self._jobs.begin(Pending(job.number, [*names], lease.keys, save=lease))
         return [job]
 
     def step(self, metadata: StepMetadata, output: Any) -> None:

@@ -61,11 +61,9 @@ class SchedulerHalf:
         self._names = RequestNames()
         self._prompts: dict[str, Prompt] = {}
         self._tails = PartialTails(self.store, self._geometry, duty.hit_unit)
-        self._claims = Claims(
-            self.store, self._geometry, self._load_policy, self._prompts, self._tails
-        )
+        self._claims = Claims(self.store, self._geometry, self._load_policy, self._tails)
         self._tables = BlockTables()
-        self._pending, self._loading = self._jobs.pending, self._jobs.loading
+        self._pending, self._under_way = self._jobs.pending, self._jobs.under_way
         self._due = DueSteps(self._geometry, duty.answer_tokens)
         self._hooks = overridden(extensions)
         self._saves = Saves(tools, self._prompts, self._due, self._hooks["saving"])
@@ -139,10 +137,10 @@ class SchedulerHalf:
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
         """Whether vLLM will have the next piece in its own blocks, by another request's load."""
         is_there = len(keys) > computed // self._layout.chunk_tokens
-        if not (self._duty.shares_blocks and self._loading and is_there):
+        if not (self._duty.shares_blocks and self._under_way and is_there):
             return False
         piece = Piece(self._geometry.anchors[0], self._geometry.first(computed))
-        return self._geometry.key(piece, keys) in self._loading
+        return self._geometry.key(piece, keys) in self._under_way
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """vLLM's ``update_state_after_alloc``: ``tokens`` tokens are to be loaded into them."""
@@ -162,10 +160,12 @@ class SchedulerHalf:
                 lease.close()
             return
         begin, end = claim.begin, claim.begin + tokens
-        found = zip(geometry.pieces(run), lease.slots, claim.places(lease), strict=False)
-        pieces = [each for each in found if geometry.begins_before(each[0], end)]
-        keys, claim.brought = lease.keys[: len(pieces)], {}
-        slots = {piece: slot for piece, slot, _ in pieces}
+        pieces = geometry.pieces(run)
+        if end < run.end:
+            pieces = [one for one in pieces if geometry.begins_before(one, end)]
+        places = claim.places(lease)[: len(pieces)]
+        keys, claim.brought = lease.keys[: len(places)], {}
+        slots = zip(pieces, lease.slots, strict=False)
         moves = loading(geometry, slots, blocks.get_block_ids(), begin, end)
         if not geometry.is_gradual and end != run.end:
             logger.error(
@@ -174,14 +174,13 @@ class SchedulerHalf:
             moves = [Move(0, [], [NULL_BLOCK])]
         name, where = request.request_id, self._jobs.address(lease.pool)
         job = Job(self._jobs.number(), where, moves, name, tokens)
-        self._pending[job.number] = Pending(job.number, [name], keys, load=lease, tokens=tokens)
-        self._loading.update(keys)
+        self._jobs.begin(Pending(job.number, [name], keys, load=lease, tokens=tokens))
         self._load_policy.load_began(tokens)
         self._loads.append(job)
         self._jobs.begun.append(BegunLoad(job.number, prompt, len(keys) * where.slot_bytes))
-        sources = {piece: source for piece, _, source in pieces}
+        sources = zip(pieces, places, strict=False)
         prompt.progress.sources = by_place(geometry, sources, begin, end)
-        self._answer(prompt, list(sources.values()), tokens)
+        self._answer(prompt, places, tokens)
 
     def _answer(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
         for answered in self._hooks["answered"]:
@@ -302,27 +301,21 @@ class SchedulerHalf:
             self._turn_off(report.unmapped)
         for reported in self._hooks["report"]:
             reported(report)
-        ends = (report.done.keys() | report.failed.keys()) & self._pending.keys()
-        going = self._pending.values() if ends else ()
-        copying = Counter(one for pending in going for one in pending.request_ids)
-        for number in ends:
+        for number in (report.done.keys() | report.failed.keys()) & self._pending.keys():
             pending = self._pending[number]
             pending.done += report.done[number]
             pending.failed += report.failed[number]
             if pending.done + pending.failed == self._jobs.ranks:
-                del self._pending[number]
+                last_of = self._jobs.end(pending)
                 if pending.save is not None:
                     self._saves.end(pending, pending.save)
                 elif pending.load is not None:
                     self._end_load(pending, pending.load, refused=bool(report.replacements))
-                copying.subtract(pending.request_ids)
-                last_of = [one for one in pending.request_ids if not copying[one]]
                 for ended in self._hooks["ended"]:
                     ended(pending, last_of=last_of)
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
         """``refused``: the model got other weights, so the chunks that it lacks are sound."""
-        self._loading -= Counter(pending.keys)
         self._load_policy.load_ended(pending.tokens)
         lease.close()
         if not pending.failed:
@@ -397,14 +390,13 @@ class SchedulerHalf:
         if prompt.claim.store_was_asked:
             answer, stop = request.num_output_tokens, stop_of(request)
             self.store.ended(Ended(prompt.number, answer, stop))
-        copying = any(request.request_id in one.request_ids for one in self._pending.values())
-        told = dict[str, Any]()
+        copying, told = request.request_id in self._under_way, dict[str, Any]()
         for finished in self._hooks["finished"]:
             told |= finished(prompt, saving=copying) or {}
         return told or None
 
     def counts(self) -> dict[str, int]:
-        return {k: v for extension in self.extensions for k, v in extension.counts().items()}
+        return {k: v for counts in self._hooks["counts"] for k, v in counts().items()}
 
     def clear(self) -> None:
         """Drop every chunk in every tier, and what is being saved."""

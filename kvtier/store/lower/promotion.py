@@ -38,15 +38,13 @@ class Promotions:
             if not lower.lane.submit(partial(self._promote, entry, lower), urgent=True):
                 self._give_up(entry, lower)
 
-    def unpinned(self, entry: Entry) -> None:
-        """Under the lock: a waiter of the entry has gone. After the last one, a read that has not
+    def unpinned(self, entries: Sequence[Entry]) -> None:
+        """Under the lock: a waiter of the entries has gone. After the last one, a read that has not
         begun never begins, and its slot is free at once. Otherwise chunks that no request wants
         would take all of RAM when a tier hangs."""
-        if entry.pins:
-            return
-        if entry in self._queued:
-            del self._queued[entry]
-            self._core.directory.fill_failed(entry)
+        for entry in entries if self._queued else ():
+            if not entry.pins and self._queued.pop(entry, None) is not None:
+                self._core.directory.fill_failed(entry)
 
     def _promote(self, entry: Entry, lower: LowerTier) -> None:
         """Read a chunk unless no waiter is left. On a lane thread."""

@@ -84,7 +84,6 @@ class Bench:
             self.store,
             self.geometry,
             self.load_policy,
-            {"one": self.prompt},
             partial_tails.PartialTails(self.store, self.geometry, 0),
         )
         return self.again(computed)

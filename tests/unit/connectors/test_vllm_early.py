@@ -119,7 +119,7 @@ def test_a_hit_larger_than_ram_is_loaded_whole_in_parts():
     assert engine.most_held == 4, "half of a RAM as small at any time"
     assert engine.half.counts() == {"loaded_dict": LONG}
     assert engine.half.sources(request) == {"dict": LONG * CHUNK}
-    assert not engine.half._pending and not engine.half._loading
+    assert not engine.half._pending and not engine.half._under_way
     done(engine, request)
 
 
@@ -295,7 +295,7 @@ def test_a_copy_that_fails_after_the_end_was_told_leaves_what_is_behind_it(which
     engine.confirm(numbers[which], failed=True)
     assert bool(engine.ends) == bool(which) and engine.loads
     engine.confirm(numbers[1 - which])
-    assert not engine.loads and not engine.half._pending and not engine.half._loading
+    assert not engine.loads and not engine.half._pending and not engine.half._under_way
     (end,) = engine.ends
     assert min(end.left) == min(blocks_from(LONG - 2 + which))
     assert engine.half.counts() == {"loaded_dict": LONG - 2 + which, "declined_refused": 2 - which}
@@ -312,7 +312,7 @@ def test_an_aborted_request_ends_once_no_rank_copies_for_it():
     engine.confirm(number)
     assert engine.goes_on().request_id == "one", "vLLM has its blocks back"
     assert engine.tier.reads <= 2, "nothing more is read for it"
-    assert not engine.half._pending and not engine.half._loading
+    assert not engine.half._pending and not engine.half._under_way
     engine.store.check(idle=True)
 
 

@@ -142,7 +142,7 @@ def test_a_tail_is_the_blocks_that_vllm_does_not_skip_at_the_end_of_a_chunk(othe
     assert len(found) == len(behind) and not found & set(named)
     (*_, move) = tabled.loading(
         geometry,
-        {piece: slot for slot, piece in enumerate(behind)},
+        [(piece, slot) for slot, piece in enumerate(behind)],
         [[*range(end // 64)], table],
         0,
         end,

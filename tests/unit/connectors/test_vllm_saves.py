@@ -140,7 +140,7 @@ def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(
 
 @pytest.mark.parametrize("own", [0, 1])
 def test_a_load_writes_the_blocks_between_vllms_own_and_the_promises_end(own):
-    slots = {groups.Piece(FULL, 0): 3, groups.Piece(FULL, 1): 5}
+    slots = [(groups.Piece(FULL, 0), 3), (groups.Piece(FULL, 1), 5)]
     (move,) = tables.loading(GEOMETRY, slots, (ATTENTION, STATES), own * BLOCK, 48)
     assert (move.slots, move.blocks, move.first) == ([3, 5], ATTENTION[own:3], own)
 

@@ -83,7 +83,7 @@ def test_an_offer_that_vllm_cancels_leaves_nothing_behind(make, mode):
         name = engine.ask(PROMPT[: 2 * CHUNK + 1], 3)
         engine.until(lambda: bool(engine.scheduler.running))
         assert engine.loaded(name) == [] and not any(engine.pins(name))
-        assert engine.half.sources(engine.asked[name]) == {} and not engine.half._loading
+        assert engine.half.sources(engine.asked[name]) == {} and not engine.half._under_way
         engine.idle()
     assert told == [{}] and not engine.counts["tokens from ram"]
 
