@@ -296,6 +296,8 @@ class ChunkFolder:
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Close with this order. Keys that it leaves out count as colder. Later calls miss."""
+        if not self.was_open:
+            return
         with self._lock:
             places, self._places = self._places, {}
             self._free = array("I")

@@ -166,7 +166,7 @@ class DiskSet(Tier):
             self._closed = True
             closing = [disk for disk in self.disks if disk.answers()]
         for disk in closing:
-            disk.lane.submit(partial(disk.close, order), urgent=True)
+            disk.lane.submit(partial(disk.chunks.close, order), urgent=True)
         for disk in self.disks:
             left_s = max(0.0, until - time.monotonic()) if disk in closing else 0.0
             if not disk.lane.close(left_s):
@@ -332,8 +332,10 @@ class DiskSet(Tier):
             why = ""
         except (KVTierError, MemoryError, OSError) as error:
             why = str(error)
-        others = [other.folder for other in self.disks if other is not disk]
-        notes = [note for folder in others for note in below(folder, f"{disk.note}*") or ()]
+        notes = list[Path]()
+        for other in self.disks:
+            with suppress(OSError):
+                notes += below(other.folder, f"{disk.note}*") or ()
         cleared = [int(note.name.removeprefix(disk.note), 16) or None for note in notes]
         with self._admitting:
             held = disk.chunks.held()
@@ -356,7 +358,7 @@ class DiskSet(Tier):
                             "NVMe tier %s: it is back, with %d chunks", disk.folder, len(held)
                         )
         if self._closed:
-            disk.close()
+            disk.chunks.close()
         self._settle(disk)
         for note in () if disk.away or disk.chunks.owed else notes:
             with suppress(OSError):

@@ -4,7 +4,7 @@ its pace, and what becomes of it after a fault."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition
 
 from xxhash import xxh3_64_hexdigest
@@ -174,7 +174,3 @@ class SetDisk:
         self._faults = self._failed
         if was_open and not chunks.works():
             raise TierError("it was opened again, and cannot be read and written")
-
-    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
-        if self.chunks.was_open:
-            self.chunks.close(coldest_first)
