@@ -53,9 +53,9 @@ class Claims:
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool, first: bool
     ) -> int | None:
-        """Tokens beyond the first ``computed`` that are there for the request. None: ask again.
-        ``busy``: the engine computes for others. ``first``: vLLM has asked for no other request
-        in this step."""
+        """Return the tokens beyond the first ``computed`` that are there for the request, or None
+        to ask again. ``busy``: the engine computes for others. ``first``: vLLM has asked for no
+        other request in this step."""
         claim = prompt.claim
         if claim.begin != computed:
             claim.tried = TriedEnds()
@@ -84,8 +84,8 @@ class Claims:
         return tokens_with(self._geometry, claim.begin, run, ready)
 
     def _claim_part(self, prompt: Prompt, run: Run, busy: bool) -> LoadLease | None:
-        """A new lease when the old one starts elsewhere or the store has learnt of more since.
-        None: there is no room for it now."""
+        """Return the lease, or a new one when it starts elsewhere or the store has learnt of more
+        since. None if there is no room for it now."""
         claim = prompt.claim
         lease, result = claim.lease, None
         if lease is not None and claim.run is not None and claim.run.start == run.start:
@@ -113,7 +113,7 @@ class Claims:
     def _load_or_decline(
         self, prompt: Prompt, run: Run, result: LookupResult, busy: bool
     ) -> LoadLease | None:
-        """Claim only what is worth it: what is claimed starts to move."""
+        """Claim only the part that is worth it, because claimed chunks start to move."""
         claim, plan, taken = prompt.claim, _NOTHING, 0
         if result.known or result.asking is not None:
             pieces, ends = ends_of_parts(self._geometry, claim.begin, run, result)
@@ -132,8 +132,8 @@ class Claims:
         return lease
 
     def _cut(self, prompt: Prompt, run: Run, ready: int, coming: int) -> int:
-        """Do with what is ready, because the rest comes late (``coming``) or was refused or
-        lost."""
+        """Cut the claim to what is ready, because the rest comes late (``coming``) or was refused
+        or lost. Returns the ready pieces."""
         claim = prompt.claim
         held = 0 if claim.why == "tier_down" else min(claim.taken_pieces, claim.known_pieces)
         wanted = max(claim.taken_pieces, ready + coming) if coming else held
@@ -174,7 +174,7 @@ class Claims:
                 claim.tried.ready_only = True
 
     def _claim_whole(self, prompt: Prompt, keys: Sequence[ChunkKey], busy: bool) -> bool | None:
-        """Claim the run that is worth most. False: none is, or nothing has changed since. None:
+        """Claim the run that is worth most. False if none is, or nothing has changed since. None if
         there is no room for it now."""
         claim = prompt.claim
         geometry = self._geometry
@@ -213,8 +213,8 @@ class Claims:
         most: int,
         longest: WholeHit,
     ) -> list[WholeHit | None]:
-        """:meth:`WholeHits.rows`, and among them the longest hit that ends within a chunk.
-        ``most``: where the last whole chunk ends."""
+        """Return :meth:`WholeHits.rows`, and among them the longest hit that ends within a chunk.
+        ``most``: end of the last whole chunk."""
         claim, rows = prompt.claim, list[WholeHit | None]([None])
         tail = longest if longest.run.end > most else None
         if most > claim.begin:
@@ -283,16 +283,16 @@ class Claims:
         claim.arrived_pieces = 0
 
     def _is_late(self, prompt: Prompt, ready: int) -> bool:
-        """``ready``: pieces that have come."""
+        """Return whether the load is late. ``ready``: pieces that have come."""
         claim, now = prompt.claim, self._load_policy.clock()
         if ready > claim.arrived_pieces:
             claim.arrived_pieces, claim.next_piece_by = ready, now + self._load_policy.timeout_s
         return now >= min(claim.deadline, claim.next_piece_by)
 
     def _has_room(self, prompt: Prompt, pieces: int) -> bool:
-        """vLLM asks for its whole queue at each step. Requests that wait may together claim half of
-        the slots that the engine may hold, so that there are slots for what running ones save.
-        The request that vLLM asks for first may always claim."""
+        """Return whether ``pieces`` may be claimed. Requests that wait, all of which vLLM asks for
+        at each step, may together claim half of the slots that the engine may hold: the rest is for
+        saves. The request that vLLM asks for first may always claim."""
         claim = prompt.claim
         if claim.asked_first or not pieces:
             return True
@@ -302,24 +302,23 @@ class Claims:
 
 class Granted:
     """Blocks that requests may need which were granted a load and have not begun to compute.
-    ``most``: KV blocks of the engine, None: so many that it does not matter. ``in_flight``: most
+    ``most``: KV blocks of the engine, None for so many that it does not matter. ``in_flight``: most
     tokens of the steps in flight.
 
     vLLM takes blocks back from what runs, and never from what waits. Where there are windows it may
     set too few aside. Then two requests hold blocks that neither can do without, for ever. So loads
-    are granted only as far as all these requests fit together.
-    """
+    are granted only as far as all these requests fit together."""
 
     def __init__(self, geometry: Geometry, most: int | None, in_flight: int) -> None:
         self._geometry, self._most, self._in_flight = geometry, most, in_flight
         self._needs: dict[str, int] = {}
         self._together = 0
         self._next = ""
-        """Did not fit, and is granted its load before all others."""
+        """Request that did not fit, and is granted its load before all others."""
 
     def fits(self, request: Any) -> bool:
-        """A request that does not fit is not overtaken by others, so that it fits once those
-        that were granted a load have begun."""
+        """Return whether the request may have a load. One that does not fit is not overtaken by
+        others, so that it fits once those that were granted a load have begun."""
         if self._needs and self._most is not None:
             together = self._need(request) + self._together
             if together > self._most or self._next not in ("", request.request_id):
@@ -361,7 +360,7 @@ def asker(prompt: Prompt) -> Asker:
 
 
 def _seen(prompt: Prompt, result: LookupResult) -> tuple[int, int, bool, int, bool]:
-    """Facts of the longest run that have to change before a declined request is looked at again."""
+    """Return facts of which one has to change before a declined request is looked at again."""
     claim = prompt.claim
     asks = result.asking is not None
     return (

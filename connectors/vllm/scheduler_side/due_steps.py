@@ -15,28 +15,27 @@ _MOST_ANSWERS = 32
 
 
 class DueSteps:
-    """A request is due when it can have finished a chunk. Of hundreds that decode few are due in a
-    step, and the others cost nothing. Who is due waits for the next step in which answers are
+    """Requests that can have finished a chunk are due. Of hundreds that decode few are due in a
+    step, and the others cost nothing. A due request waits for the next step in which answers are
     looked at (:data:`_TOGETHER_STEPS`), or for one with prompts.
 
     A step adds at most ``answer_tokens`` to what a request has of its answer. A request for which
-    it computes more is looked at in any case, and so is each request of a model with states.
-    """
+    it computes more is looked at in any case, and so is each request of a model with states."""
 
     def __init__(self, geometry: Geometry, answer_tokens: int) -> None:
         self._always = any(group.kind is Kind.STATE for group in geometry.groups)
         self._together = _TOGETHER_STEPS if geometry.is_gradual else 1
         self._most, self._step, self._looked = answer_tokens, 0, 0
         self._due: dict[str, int] = {}
-        """Request -> its step."""
+        """Request -> step in which it is due."""
         self._by_step: dict[int, list[str]] = {}
-        """The same by step, and some requests that have another step by now."""
+        """Step -> requests that were due in it, some of which have another step by now."""
         self._turn: dict[str, None] = {}
-        """Due, and looked at in the next step that computes them."""
+        """Due requests, looked at in the next step that computes them."""
 
     def begin(self, scheduled: Mapping[str, int], tokens: int, *, began: bool) -> list[str]:
         """Begin a step that computes ``scheduled`` tokens of each request, ``tokens`` in all.
-        ``began``: of a prompt too. Returns who is looked at."""
+        ``began``: of a prompt too. Returns the requests to look at."""
         self._step += 1
         prompts = list[str]()
         if tokens > len(scheduled) and max(scheduled.values()) > self._most:
@@ -58,8 +57,8 @@ class DueSteps:
         return self._due.get(request_id, math.inf) <= self._step + 1
 
     def wait(self, request_id: str, tokens: int | None) -> None:
-        """``tokens`` are missing until the request is due, which is in the next step at the
-        earliest. None: it finishes nothing more, unless it begins anew."""
+        """Wait until ``tokens`` more can be there, the next step at the earliest. None if the
+        request finishes nothing more, unless it begins anew."""
         if self._always:
             tokens = 0
         if tokens is None:
@@ -70,7 +69,7 @@ class DueSteps:
         self._by_step.setdefault(self._step + steps, []).append(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or has other blocks: it is due when it has begun again."""
+        """Drop a request that has ended, or has other blocks: it is due when it has begun again."""
         self._due.pop(request_id, None)
 
 
@@ -85,7 +84,7 @@ class Running:
         return len(self._finished) < len(self._scheduled)
 
     def begin(self, scheduled: Collection[str]) -> None:
-        """A step computes for these."""
+        """Begin a step that computes for these requests."""
         self._scheduled = scheduled
         self._finished.clear()
 

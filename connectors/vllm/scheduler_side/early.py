@@ -38,31 +38,31 @@ from kvtier.load_policy.choose import LoadPlan
 from kvtier.protocol.wire import Reason
 
 _LEAST_SLOTS = 4
-"""With fewer there is no room to read one part while another is copied."""
+"""Fewest slots with which one part can be read while another is copied."""
 _LEAST_HELD = 16
-"""Slots of all parts together, if they are not more than half: some are read, some wait to be read,
-and some are copied."""
+"""Least slots of all parts together, if they are not more than half: some are read, some wait to be
+read, and some are copied."""
 _AHEAD_PIECES = 8
-"""Pieces of a large hit that are read before it has blocks, where there is room. Where a part is as
-long, two parts."""
+"""Pieces of a large hit that are read before it has blocks, if there is room. Two parts, if those
+are longer."""
 _MOST_PIECES = 64
-"""Of a part: a worker confirms a whole part at once."""
+"""Most pieces of a part: a worker confirms a whole part at once."""
 
 
 @dataclass(slots=True)
 class _Candidate:
     run: Run
     until: float
-    """The first part is not waited for after this, in seconds of the clock."""
+    """Deadline of the first part, in seconds of the clock."""
     leases: list[LoadLease] = field(default_factory=list)
-    """Of the first parts, or of all. Empty: there is no room yet, or they were given back."""
+    """Lease of each part that has room; empty before the first has it, and after a decline."""
     slots: int = 0
-    """Slots of the room of large hits."""
+    """Slots of the leases that count in the room of large hits."""
     pieces: int = 0
-    """Promised pieces of the run."""
+    """Number of the run's pieces that are promised."""
     within_s: float = 0.0
     declined: bool = False
-    """Fall back to an ordinary load, which waits for RAM."""
+    """Whether the prompt falls back to an ordinary load, which waits for RAM."""
 
 
 @dataclass(slots=True)
@@ -71,36 +71,36 @@ class _Load:
     prompt: Prompt
     run: Run
     end: int
-    """Tokens of the request before what it computes in any case."""
+    """Number of the request's tokens before those that it computes in any case."""
     pieces: Sequence[Piece]
     tables: Tables
     parts: InParts
     until: float
     stalls: float = 0.0
-    """A new part must arrive before this, in seconds of the clock."""
+    """Deadline of the next part, in seconds of the clock."""
     is_large: bool = True
-    """Reads into the room of large hits."""
+    """Whether the load's slots count in the room of large hits."""
     leases: dict[Part, LoadLease] = field(default_factory=dict)
     copying: int = 0
     """Slots that ranks read now."""
     sources: list[str] = field(default_factory=list)
     """Of each piece that has arrived."""
     why: Reason = "refused"
-    """Miss reason of what is not loaded."""
+    """Reason for the pieces that are not loaded."""
     is_void: bool = False
-    """Nothing of it may be kept."""
+    """Whether nothing of the load may be kept."""
     is_told: bool = False
 
     @property
     def held(self) -> int:
-        """Slots of the room of large hits."""
+        """Number of slots in the room of large hits."""
         if not self.is_large:
             return 0
         return self.copying + sum(part.size for part in self.leases)
 
 
 class EarlyLoads(Extension):
-    """One engine's. The last extension that is asked for a promise."""
+    """Loads in parts of one engine. The last extension that is asked for a promise."""
 
     def __init__(self, tools: Tools, duty: Duty) -> None:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
@@ -111,7 +111,7 @@ class EarlyLoads(Extension):
         self._blocks, self._in_flight = duty.blocks, duty.in_flight
         self._loads: dict[int, _Load] = {}
         self._copying: dict[int, tuple[_Load, Part]] = {}
-        """Parts by their jobs."""
+        """Job -> its load and part."""
 
     def join(self, live: Live) -> None:
         self._live = live
@@ -141,7 +141,7 @@ class EarlyLoads(Extension):
     def _ask(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, busy: bool
     ) -> _Candidate | None:
-        """Begin to look at a large hit. None: there is none."""
+        """Begin to wait for the first part of a large hit. None if there is no such hit."""
         geometry, store = self._geometry, self._store
         if not self._is_on:
             return None
@@ -214,7 +214,7 @@ class EarlyLoads(Extension):
             candidate.slots += size
 
     def _decide(self, prompt: Prompt, candidate: _Candidate, busy: bool) -> bool:
-        """Whether the whole hit is promised, now that the first part is in RAM."""
+        """Return whether the whole hit is promised, now that the first part is in RAM."""
         if candidate.declined:
             return False
         claim, run = prompt.claim, candidate.run
@@ -230,7 +230,7 @@ class EarlyLoads(Extension):
         return True
 
     def _plan(self, run: Run, result: LookupResult, busy: bool) -> tuple[int, LoadPlan] | None:
-        """Pieces that are worth being loaded in parts."""
+        """Return how many pieces are worth being loaded in parts, with their plan."""
         pieces, ends = ends_of_parts(self._geometry, run.computed, run, result)
         turns = [-(-count // self._most_held) if row else 0 for row, count in enumerate(pieces)]
         if result.asking is not None:
@@ -245,7 +245,8 @@ class EarlyLoads(Extension):
         candidate.leases = []
 
     def _divide(self, prompt: Prompt, computed: int, busy: bool) -> _Candidate | None:
-        """Promise a hit that RAM holds, of which the first part is there and the rest is coming."""
+        """Promise a hit that RAM holds, of which the first part is there and the rest is coming.
+        None if that does not pay."""
         claim = prompt.claim
         lease, run = claim.lease, claim.run
         if not self._is_on or lease is None or run is None or run.computed != computed:
@@ -269,7 +270,7 @@ class EarlyLoads(Extension):
         return candidate
 
     def _below(self, lease: LoadLease) -> set[str]:
-        """This process's tiers that what has arrived comes from."""
+        """Return this process's tiers that the arrived chunks come from."""
         return self._store.paces.keys() & {*lease.sources}
 
     def _let_go(self, prompt: Prompt) -> None:
@@ -291,9 +292,9 @@ class EarlyLoads(Extension):
         return max(1, min(_MOST_PIECES, self._store.most_held // 16))
 
     def _may_look(self) -> bool:
-        """Whether a hit may have one more part before it is promised. While there are loads, such
-        parts have half of the room, because they wait for blocks, which loads may have that wait
-        for room."""
+        """Return whether a hit may have one more part before it is promised. While there are loads,
+        such parts have half of the room: they wait for blocks, and loads that have these wait for
+        room."""
         held = self._held_by_first + self._part_pieces
         return self._has_room and (not self._loads or held <= self._most_held // 2)
 
@@ -398,7 +399,7 @@ class EarlyLoads(Extension):
             self._close(load)
 
     def _arrived(self, load: _Load, part: Part, ready: int, metadata: StepMetadata) -> None:
-        """``ready`` pieces of a part are in slots, and no more of it will come."""
+        """Begin to copy a part's first ``ready`` pieces, which are in slots: no more will come."""
         lease = load.leases.pop(part)
         self._drop(load, load.parts.arrived(part, ready))
         if not ready:
@@ -443,7 +444,7 @@ class EarlyLoads(Extension):
         return LoadEnd(load.number, load.prompt.request.request_id, blocks, end - begin)
 
     def _end_with(self, load: _Load, kept: int) -> int:
-        """Tokens of the request that its own blocks and the first ``pieces`` pieces hold."""
+        """Return the request's tokens with its own blocks and the first ``kept`` pieces."""
         run = load.run
         end = min(load.end, tokens_with(self._geometry, run.computed, run, kept))
         return max(end, run.computed)
@@ -468,7 +469,7 @@ class EarlyLoads(Extension):
     # ---- ends ------------------------------------------------------------------------------------
 
     def drop(self, prompt: Prompt) -> None:
-        """A load ends without any use, as soon as no rank copies a part of it."""
+        """End the prompt's load without any use, as soon as no rank copies a part of it."""
         self._let_go(prompt)
         for load in self._loads.values():
             if load.prompt is prompt:
@@ -477,7 +478,7 @@ class EarlyLoads(Extension):
 
 
 def divided(lease: LoadLease, pieces: int, size: int) -> list[LoadLease]:
-    """Leases of ``size`` chunks each, in place of one. Its slots are let go with the last of
+    """Divide a lease into leases of ``size`` chunks each. Its slots are let go with the last of
     them."""
     begins = range(0, pieces, size)
     keeper, keys = _Divided(lease, len(begins)), lease.keys[:pieces]
@@ -485,7 +486,7 @@ def divided(lease: LoadLease, pieces: int, size: int) -> list[LoadLease]:
 
 
 class _Divided:
-    """``held`` of each part is the place of its first chunk."""
+    """Keeper of a divided lease's parts. ``held`` of each is the place of its first chunk."""
 
     def __init__(self, whole: LoadLease, parts: int) -> None:
         self._whole = whole

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from kvtier.connectors.vllm.metadata import Parts, PoolAddress
 
 _REPORTS_S = 10.0
-"""An engine without work steps for the workers' reports this long after the last job."""
+"""Time after the last job for which an engine without work steps for the workers' reports."""
 ARRIVALS, ARRIVAL_S = 3, 0.002
-"""An engine without work waits for this many chunks, this long for each, before vLLM asks again
-or plans a step. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads
-that read."""
+"""Chunks that an engine without work waits for, and the wait for each, before vLLM asks again or
+plans a step. Otherwise vLLM's loop would take the CPU, and Python's lock, from the threads that
+read."""
 
 
 class Jobs:
-    """``parts``: where each worker rank's parts of a slot lie. ``clock``: monotonic seconds."""
+    """``parts``: places of worker ranks' parts in a slot. ``clock``: monotonic seconds."""
 
     def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
         self._parts, self._clock = parts, clock
         self._lent: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
-        """Where servers' pools are."""
+        """Pool of a server -> its address."""
         self._last: tuple[Pool, PoolAddress] | None = None
-        """Pool of the last call, and where it is."""
+        """Pool of the last call, and its address."""
         self._next = 0
         self._reports_until = 0.0
         self.pending: dict[int, Pending] = {}
@@ -69,7 +69,7 @@ class Jobs:
 
     @property
     def reports_come(self) -> bool:
-        """False some time after the last job: a report that is lost never comes."""
+        """Whether the last job is recent: a report that is lost never comes."""
         return self._clock() < self._reports_until
 
     def address(self, pool: Pool | None) -> PoolAddress:
@@ -93,7 +93,7 @@ class Jobs:
         return address
 
     def renewed(self) -> Iterator[tuple[PoolAddress, list[int]]]:
-        """Slots that have other memory than at the last call."""
+        """Yield, by their pool's address, slots that have other memory than at the last call."""
         for pool, where in self._lent.items() if self._lent else ():
             if slots := pool.take_renewed():
                 yield where, slots
@@ -101,21 +101,21 @@ class Jobs:
 
 @dataclass(slots=True)
 class Pending:
-    """Owns the lease of a save or a load until every worker has confirmed it."""
+    """Owner of the lease of a save or a load, until every worker has confirmed it."""
 
     number: int
     request_ids: Sequence[str]
-    """Several of one save."""
+    """Names of the requests, of which a save may have several."""
     keys: Sequence[ChunkKey]
     save: SaveLease | None = None
     load: LoadLease | None = None
     tokens: int = 0
-    """Of a load."""
+    """Tokens of a load."""
     done: int = 0
     """Ranks that have copied their part."""
     failed: int = 0
     dropped: bool = False
-    """Chunks were cleared since it began."""
+    """Whether chunks were cleared since it began."""
 
     @property
     def about(self) -> Sequence[str | ChunkKey]:
@@ -126,4 +126,4 @@ class BegunLoad(NamedTuple):
     number: int
     prompt: Prompt
     size: int
-    """Bytes."""
+    """Bytes of the load."""

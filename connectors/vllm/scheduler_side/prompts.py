@@ -1,4 +1,4 @@
-"""The scheduler's half's memory of each live request."""
+"""Prompts: the memory of the scheduler's half of each live request."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from kvtier.core.lookup import RAM
 
 @dataclass(slots=True)
 class TriedEnds:
-    """Of whole runs that begin where vLLM's own blocks end."""
+    """Ends of whole runs, which begin where vLLM's own blocks end, that were tried."""
 
     missing: set[int] = field(default_factory=set)
     """Ends of runs that turned out to be incomplete."""
     ready_only: bool = False
-    """After the deadline only what is in RAM is taken."""
+    """Whether only what is in RAM is taken, after the deadline."""
     seen: tuple[int, int, bool, int, bool] | None = None
-    """The store's answer when no whole run was worth loading."""
+    """Answer of the store when no whole run was worth loading."""
 
 
 @dataclass(slots=True)
 class RequestClaim:
     lease: LoadLease | None = None
     run: Run | None = None
-    """Of the lease."""
+    """Run of the lease."""
     begin: int = 0
     """Tokens that vLLM had by itself at the last lookup."""
     store_was_asked: bool = False
-    """A run of it was loaded before."""
+    """Whether a run of the request was loaded before."""
     was_looked_up: bool = False
-    """The store was asked since the request got blocks."""
+    """Whether the store was asked since the request got blocks."""
     asked_first: bool = True
-    """vLLM asked for it before all others at the last lookup."""
+    """Whether vLLM asked for it before all others at the last lookup."""
     known_pieces: int = 0
-    """Pieces of the run that the store knew of at the last lookup."""
+    """Number of the run's pieces that the store knew of at the last lookup."""
     taken_pieces: int = 0
-    """Pieces of these that are to be loaded."""
+    """Number of the known pieces that are to be loaded."""
     why: str = ""
     """Miss reason of the next piece at the last lookup."""
     branch: int = 0
     """Tokens that the store's anchors had at the last lookup, where no hit ended there. The next
     prompt that shares them shall find an end."""
     declined: dict[str, int] = field(default_factory=dict)
-    """Pieces that could be had and are not taken, by reason."""
+    """Number of pieces that could be had and are not taken, by reason."""
     in_blocks: int = 0
     """Slots of a load in parts, which has blocks."""
     deadline: float = 0.0
-    """Nothing is waited for after this, in seconds of the load policy's clock."""
+    """Time after which nothing is waited for, in seconds of the load policy's clock."""
     arrived_pieces: int = 0
-    """Pieces of the lease at the last look."""
+    """Number of the lease's pieces that had arrived at the last look."""
     next_piece_by: float = 0.0
-    """The next piece must arrive before this."""
+    """Time by which the next piece must arrive."""
     brought: dict[ChunkKey, str] = field(default_factory=dict)
-    """Tiers from which leases that were let go had brought pieces."""
+    """Tier from which each piece came that closed leases had brought."""
     tried: TriedEnds = field(default_factory=TriedEnds)
 
     @property
     def held(self) -> int:
-        """Slots that are claimed."""
+        """Number of slots that are claimed."""
         return self.in_blocks + (len(self.lease.keys) if self.lease is not None else 0)
 
     def take(self) -> tuple[LoadLease | None, bool]:
-        """The lease goes over to the caller. Also returns whether the store was asked since the
+        """Hand the lease over to the caller. Also returns whether the store was asked since the
         last blocks."""
         found = self.lease, self.was_looked_up
         self.lease, self.was_looked_up = None, False
@@ -100,21 +100,21 @@ class RequestClaim:
 class RequestProgress:
     began: bool = False
     saved: int = 0
-    """Leading chunks that were offered to the store with all their pieces."""
+    """Number of leading chunks that were offered to the store with all their pieces."""
     states: list[tuple[int, int, int]] = field(default_factory=list)
     """``(group, block, tokens)`` of recurrent states in blocks of their own that are not saved
     yet."""
     retried: bool = False
-    """Saves failed once, and were offered again."""
+    """Whether saves failed once, and were offered again."""
     blended: bool = False
-    """Blocks have KV from another place, so nothing is saved any more."""
+    """Whether blocks have KV from another place, so that nothing is saved any more."""
     sources: dict[str, int] = field(default_factory=dict)
-    """Tokens of the last load by place. Empty: they are computed."""
+    """Tokens of the last load by place. Empty if they are computed."""
     load_failed: bool = False
-    """Nothing is promised any more."""
+    """Whether nothing is promised any more, after a load that failed."""
 
     def moved(self) -> None:
-        """The request has other blocks than before, so all that they get is offered."""
+        """Forget what was offered: the request has other blocks now, to be offered anew."""
         self.saved, self.states = 0, []
 
     def retry(self) -> None:
@@ -124,35 +124,35 @@ class RequestProgress:
 
 @dataclass(slots=True)
 class Prompt:
-    """One live request."""
+    """State of one live request."""
 
     request: Any
     chain: KeyChain | None
-    """Makes the keys of its chunks. None: this request is not cached."""
+    """Maker of the keys of its chunks. None if the request is not cached."""
     number: int = 0
     said: Said = field(default_factory=Said)
-    """Hints."""
+    """Hints of the request."""
     extras: tuple[bytes, ...] = ()
-    """See :data:`kvtier.store.reports.miss_reasons.EXTRAS`."""
+    """Parts of the first chunk's key: see :data:`kvtier.store.reports.miss_reasons.EXTRAS`."""
     shape: tuple[int, int] | None = None
-    """Tokens and media of the prompt when the keys were made. None: they are not made yet."""
+    """Number of tokens, and of media, of the prompt when the keys were made. None before that."""
     lasts: bool = True
-    """Another start of the engine would name its chunks alike."""
+    """Whether another start of the engine would name its chunks alike."""
     is_plain: bool = True
-    """Its tokens alone name its chunks."""
+    """Whether its tokens alone name its chunks."""
     left_alone: bool = False
-    """Neither loaded nor saved any more."""
+    """Whether it is neither loaded nor saved any more."""
     is_hidden: bool = False
-    """No other request finds vLLM's blocks of it."""
+    """Whether no other request finds vLLM's blocks of it."""
     claim: RequestClaim = field(default_factory=RequestClaim)
     progress: RequestProgress = field(default_factory=RequestProgress)
     notes: dict[object, Any] = field(default_factory=dict)
-    """By extension."""
+    """Extension -> what it keeps about the request."""
 
     def name(self, layout: ChunkLayout, names: RequestNames) -> bool:
-        """Make the chain of keys, if there is none for what the request is now, and return
-        whether. A request changes when its streaming session goes on: vLLM takes back the token
-        that it sampled last, and adds tokens and media."""
+        """Make the chain of keys, unless there is one for what the request is now. Returns whether
+        it did. A request changes when its streaming session goes on: vLLM takes back the token that
+        it sampled last, and adds tokens and media."""
         request = self.request
         shape = request.num_prompt_tokens, len(request.mm_features or ())
         if self.left_alone or shape == self.shape:
@@ -173,8 +173,8 @@ class Prompt:
 
     @property
     def branches(self) -> tuple[int, ...]:
-        """Tokens at which it branches off from other prompts, as vLLM sees it, and as the store
-        does."""
+        """Numbers of tokens after which it branches off from other prompts, for vLLM and for the
+        store."""
         return getattr(self.request, "shared_prefix_boundary", 0), self.claim.branch
 
     def leave_alone(self) -> None:

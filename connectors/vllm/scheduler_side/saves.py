@@ -20,19 +20,19 @@ from kvtier.core.steps import PIECE_CHUNKS
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """``pieces`` of a request, which are in the blocks of ``tables``."""
+    """Pieces of a request that may be saved, which are in the blocks of ``tables``."""
 
     prompt: Prompt
     pieces: dict[ChunkKey, Piece]
     tables: Tables
     chunks: tuple[int, int] | None = None
-    """Number of those offered before, and with this. None: a part of a chunk."""
+    """Number of chunks offered before, and with this. None for a part of a chunk."""
     taken: dict[ChunkKey, Piece] = field(default_factory=dict)
     """Pieces that the store takes."""
 
 
 class Saves:
-    """``told``: hooks for what the store takes of an offer."""
+    """Saves of one engine. ``told``: hooks for what the store takes of an offer."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Saves:
         self._store, self._geometry, self._jobs = tools.store, tools.geometry, tools.jobs
         self._told = told
         self.of_ended: list[Job] = []
-        """Of requests that have ended since the last step."""
+        """Jobs of requests that have ended since the last step."""
         self._pending, self._prompts, self._due = tools.jobs.pending, prompts, due
         self._reading: set[str] = set()
         """Requests whose blocks workers may still be reading while the engine computes."""
@@ -57,9 +57,9 @@ class Saves:
         finished: int,
         early: Set[State],
     ) -> dict[ChunkKey, Piece]:
-        """Pieces of ``finished`` chunks that are worth keeping, but states that are ``early``.
-        First comes what all hits need, then what is behind the ends that are new. What comes
-        first stays longest."""
+        """Return the pieces of ``finished`` chunks that are worth keeping, but states that are
+        ``early``. First come those that all hits need, then those behind the ends that are new. The
+        first ones stay longest."""
         geometry, request = self._geometry, prompt.request
         size = geometry.chunk_tokens
         found = dict(
@@ -84,8 +84,8 @@ class Saves:
         }
 
     def begin(self, offers: Sequence[Offer]) -> list[Job]:
-        """Begin to save what the store takes of each. Runs are offered together as long as they
-        are short."""
+        """Begin to save what the store takes of each offer. Runs are offered together as long as
+        they are short."""
         jobs, owners = list[Job](), dict[ChunkKey, Offer]()
         for offer in offers:
             if owners and len(owners) + len(offer.pieces) > PIECE_CHUNKS:
@@ -101,7 +101,7 @@ class Saves:
         return jobs
 
     def _begin(self, owners: Mapping[ChunkKey, Offer]) -> list[Job]:
-        """One job, if the store takes anything."""
+        """Begin one job, if the store takes anything."""
         lease = self._store.save(list(owners))
         if not lease.keys:
             lease.close()
@@ -118,14 +118,13 @@ class Saves:
         return [job]
 
     def step(self, metadata: StepMetadata, output: Any) -> None:
-        """Say whether the engine has to wait until workers have read the blocks of this step's
+        """Decide whether the engine has to wait until workers have read the blocks of this step's
         saves, and of earlier ones. Called when the step's saves have begun.
 
-        Not while each of these requests has more of its prompt to compute and all its layers are
-        full attention: then its blocks stay its own, and what is saved of them stays as it is. vLLM
-        takes blocks from a request that it preempts, aborts or resumes, and none of these is
-        computed in the step that may give them to another.
-        """
+        It does not while each of these requests has more of its prompt to compute and all its
+        layers are full attention: then its blocks stay its own, and what is saved of them stays as
+        it is. vLLM takes blocks from a request that it preempts, aborts or resumes, and none of
+        these is computed in the step that may give them to another."""
         metadata.ended_saves, self.of_ended = self.of_ended, []
         if not self._reading and not metadata.saves:
             metadata.may_reuse = False  # no block is being read
@@ -150,8 +149,8 @@ class Saves:
         self._reading = self._reading | saved if metadata.reads_on else set()
 
     def end(self, pending: Pending, lease: SaveLease) -> None:
-        """All ranks have reported a save: chunks can be found when every one has written its
-        part."""
+        """End a save that all ranks have reported: chunks can be found when every one has written
+        its part."""
         if not pending.failed and not pending.dropped:
             lease.commit()
             return
@@ -165,9 +164,9 @@ class Saves:
     def _states(
         self, prompt: Prompt, tables: Tables, finished: int, early: Set[State]
     ) -> list[Piece]:
-        """Recurrent states at the end of a finished chunk that are worth their room. A state
-        that is ``early`` waits for the next step, and one whose tokens are not known yet until
-        they are."""
+        """Return recurrent states at the end of a finished chunk that are worth their room. A state
+        that is ``early`` waits for the next step, and one whose tokens are not known yet until they
+        are."""
         found, waiting, size = list[Piece](), [], self._geometry.chunk_tokens
         begin, told = prompt.progress.saved * size, prompt.request.num_prompt_tokens
         for state in prompt.progress.states:

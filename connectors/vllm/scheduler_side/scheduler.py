@@ -48,7 +48,8 @@ logger = logging.getLogger("kvtier.connectors.vllm")
 
 
 class SchedulerHalf:
-    """One thread makes all calls. ``extensions`` are told of everything, in their order."""
+    """Half of the connector in the scheduler. One thread makes all calls. ``extensions`` are told
+    of everything, in their order."""
 
     def __init__(self, tools: Tools, duty: Duty, extensions: tuple[Extension, ...] = ()) -> None:
         self.store, self._layout, self._geometry, self._jobs, self._load_policy = tools
@@ -56,7 +57,7 @@ class SchedulerHalf:
         self._duty = duty
         self._running = Running()
         self._asked = False
-        """vLLM has asked for some request since the last step."""
+        """Whether vLLM has asked for some request since the last step."""
         self._granted = Granted(self._geometry, duty.blocks, duty.in_flight)
         self._names = RequestNames()
         self._prompts: dict[str, Prompt] = {}
@@ -68,26 +69,26 @@ class SchedulerHalf:
         self._hooks = overridden(extensions)
         self._saves = Saves(tools, self._prompts, self._due, self._hooks["saving"])
         self._numbers = itertools.count(1)
-        """Of requests, 32 bits each."""
+        """Numbers of requests, 32 bits each."""
         self._named_pool: Pool | None = None
-        """The pool that the last step named to the workers."""
+        """Pool that the last step named to the workers."""
         self._loads: list[Job] = []
         self._replacements_seen = Counter[int]()
         self._old_blocks = False
-        """vLLM's own cache may hold blocks that other weights have computed."""
+        """Whether vLLM's own cache may hold blocks that other weights have computed."""
         for join in self._hooks["join"]:
             join(Live(self._prompts, self._running, self._answer))
 
     # ---- lookup ----------------------------------------------------------------------------------
 
     def new(self, request: Any) -> None:
-        """vLLM's ``on_new_request``."""
+        """Note a request, at vLLM's ``on_new_request``."""
         for new in self._hooks["new"]:
             new(request, self._prompt)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """vLLM's ``get_num_new_matched_tokens``: tokens that can be loaded beyond the first
-        ``computed``, and whether the request waits for them. None: vLLM shall ask again."""
+        """Return, for vLLM's ``get_num_new_matched_tokens``, the tokens that can be loaded beyond
+        the first ``computed``, and whether the request waits for them. None lets vLLM ask again."""
         prompt = self._prompt(request)
         first, self._asked = not self._asked, True
         self._granted.gone(request.request_id)
@@ -109,8 +110,8 @@ class SchedulerHalf:
         return promised, bool(promised)
 
     def _promise(self, prompt: Prompt, computed: int, *, first: bool) -> int | None:
-        """Tokens beyond the first ``computed`` that are there for the request. None: ask again.
-        ``first``: vLLM has asked for no other since the last step."""
+        """Return the tokens beyond the first ``computed`` that are there for the request, or None
+        to ask again. ``first``: vLLM has asked for no other since the last step."""
         keys = self._keys(prompt, prompt.request.num_tokens)
         for asked in self._hooks["asked"]:
             asked(prompt, keys)
@@ -126,7 +127,7 @@ class SchedulerHalf:
     def _claimed(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, first: bool
     ) -> int | None:
-        """:meth:`_promise` of the first extension that has something, or else of the store."""
+        """Return :meth:`_promise` of the first extension that has something, or the store."""
         busy = bool(self._running)
         for promise in self._hooks["promise"]:
             own: int | None = promise(prompt, keys, computed, busy=busy)
@@ -135,7 +136,7 @@ class SchedulerHalf:
         return self._claims.promise(prompt, keys, computed, busy=busy, first=first)
 
     def _is_coming_for_others(self, keys: Sequence[ChunkKey], computed: int) -> bool:
-        """Whether vLLM will have the next piece in its own blocks, by another request's load."""
+        """Return whether vLLM will soon have the next piece in blocks, by another's load."""
         is_there = len(keys) > computed // self._layout.chunk_tokens
         if not (self._duty.shares_blocks and self._under_way and is_there):
             return False
@@ -143,7 +144,8 @@ class SchedulerHalf:
         return self._geometry.key(piece, keys) in self._under_way
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """vLLM's ``update_state_after_alloc``: ``tokens`` tokens are to be loaded into them."""
+        """Begin to load ``tokens`` tokens into the blocks, at vLLM's
+        ``update_state_after_alloc``."""
         prompt = self._prompts.get(request.request_id) or self._prompt(request)
         geometry = self._geometry
         self._due.forget(request.request_id)
@@ -197,14 +199,14 @@ class SchedulerHalf:
         self.store.served(Served(asked, prompt.progress.sources, rest, size, end))
 
     def sources(self, request: Any) -> dict[str, int]:
-        """Tokens of the request's last load by place: ``ram`` or a tier's name."""
+        """Return the tokens of the request's last load by place: ``ram`` or a tier's name."""
         prompt = self._prompts.get(request.request_id)
         return prompt.progress.sources if prompt is not None else {}
 
     # ---- one engine step -------------------------------------------------------------------------
 
     def step(self, output: Any) -> StepMetadata:
-        """vLLM's ``build_connector_meta``."""
+        """Plan a step of the workers, for vLLM's ``build_connector_meta``."""
         pool = self._named_pool = self.store.pool
         address = self._jobs.address(pool) if pool is not None else None
         metadata = StepMetadata(
@@ -227,7 +229,7 @@ class SchedulerHalf:
         self._running.begin(output.num_scheduled_tokens)
         self._granted.began(output.num_scheduled_tokens.keys())
         self._tables.begin(output)
-        # With Model Runner V2 also those that are resumed.
+        # With Model Runner V2 resumed requests are among the new ones.
         began = [new.req_id for new in output.scheduled_new_reqs]
         began += output.scheduled_cached_reqs.resumed_req_ids
         scheduled, tokens = output.num_scheduled_tokens, output.total_num_scheduled_tokens
@@ -242,7 +244,7 @@ class SchedulerHalf:
         return metadata
 
     def _advance(self, output: Any, request_id: str) -> list[Offer]:
-        """The chunks of one request that are finished with this step. Note when to look again."""
+        """Return one request's chunks that this step finishes. Note when to look again."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return []
@@ -264,9 +266,9 @@ class SchedulerHalf:
     def _save(
         self, prompt: Prompt, end: int, output: Any = None, tables: Tables | None = None
     ) -> list[Offer]:
-        """Finished chunks of a request's first ``end`` tokens. Only tokens whose ids are known
-        count: newest sampled ids (async scheduling) and unverified drafts wait for a later step.
-        ``tables``: of a request that has ended."""
+        """Return finished chunks of a request's first ``end`` tokens. Only tokens whose ids are
+        known count: newest sampled ids (async scheduling) and unverified drafts wait for a later
+        step. ``tables``: of a request that has ended."""
         request, size, progress = prompt.request, self._layout.chunk_tokens, prompt.progress
         request_id = request.request_id
         known = request.num_tokens if self._duty.save_decode else request.num_prompt_tokens
@@ -292,7 +294,7 @@ class SchedulerHalf:
     # ---- ends ------------------------------------------------------------------------------------
 
     def report(self, report: StepReport) -> None:
-        """vLLM's ``update_connector_output``: what all ranks said of this step's jobs."""
+        """Note what all ranks said of a step's jobs, at vLLM's ``update_connector_output``."""
         self._load_policy.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
         if report.replacements:
             self._replacements_seen = self._replacements_seen | report.replacements
@@ -341,8 +343,8 @@ class SchedulerHalf:
             self._drop(prompt)
 
     def _renew(self) -> None:
-        """The model has other weights: nothing that was saved before may be loaded, nothing that a
-        live request has in its blocks may be saved, and keys are those of this start only."""
+        """Give up what other weights have computed: nothing saved before may be loaded, nothing in
+        live requests' blocks may be saved, and keys are those of this start only."""
         self._layout = start_only(
             self._layout, "the model's weights were replaced under the running engine"
         )
@@ -356,10 +358,10 @@ class SchedulerHalf:
             del self._prompts[name]
 
     def expects_reports(self) -> bool:
-        """vLLM's ``has_pending_push_work``: whether to take steps even with nothing to compute.
-        Workers can say only in a step that a copy is through, for some time after the last job: a
-        report may never come. Events leave in a step too, and the name of a new pool, so that
-        workers map and page-lock it before the first request."""
+        """Return, for vLLM's ``has_pending_push_work``, whether to take steps even with nothing to
+        compute. Workers can say only in a step that a copy is through, for some time after the last
+        job: a report may never come. Events leave in a step too, and the name of a new pool, so
+        that workers map and page-lock it before the first request."""
         pool = self.store.pool
         if pool is not None and pool is not self._named_pool:
             return True
@@ -367,14 +369,13 @@ class SchedulerHalf:
         return reports or any(extension.waits for extension in self.extensions)
 
     def events(self) -> list[Any]:
-        """vLLM's ``take_events``."""
+        """Return events, for vLLM's ``take_events``."""
         return [event for events in self._hooks["events"] for event in events()]
 
     def finished(self, request: Any, tables: Tables = ()) -> dict[str, Any] | None:
-        """vLLM's ``request_finished``, for aborted requests too. Returns what the answer says.
-
-        What waits for its turn is saved from its blocks (``tables``) before the next step writes
-        into any."""
+        """End a request, aborted ones too, at vLLM's ``request_finished``. Returns the answer's
+        ``kv_transfer_params``. Chunks that wait for their turn are saved from its blocks
+        (``tables``) before the next step writes into any."""
         prompt = self._prompts.pop(request.request_id, None)
         waits = tables and self._geometry.is_gradual and request.request_id in self._due
         if prompt is not None and waits and self._is_saved(prompt):
@@ -399,13 +400,13 @@ class SchedulerHalf:
         return {k: v for counts in self._hooks["counts"] for k, v in counts().items()}
 
     def clear(self) -> None:
-        """Drop every chunk in every tier, and what is being saved."""
+        """Drop every chunk in every tier, and those that are being saved."""
         for pending in self._pending.values():
             pending.dropped = True
         self.store.invalidate_all()
 
     def close(self) -> bool:
-        """Leases that workers have not confirmed end with the store, or with the processes."""
+        """Close the store. Unconfirmed jobs' leases end with it, or with the workers' processes."""
         for prompt in self._prompts.values():
             self._drop(prompt)
         return self.store.close()
@@ -431,7 +432,7 @@ class SchedulerHalf:
             drop(prompt)
 
     def _keys(self, prompt: Prompt, tokens: int) -> list[ChunkKey]:
-        """Of the request's whole chunks so far. Only new tokens are hashed."""
+        """Return the keys of the request's whole chunks so far. Only new tokens are hashed."""
         chain = prompt.chain
         assert chain is not None
         begin = len(chain.keys) * self._layout.chunk_tokens
@@ -441,8 +442,8 @@ class SchedulerHalf:
 
 
 def _work(output: Any) -> Work:
-    """Tokens that a step computes. How far single tokens look back is left out: prompts teach
-    that."""
+    """Return the tokens that a step computes. How far single tokens look back is left out: only
+    prompts teach that."""
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     if output.total_num_scheduled_tokens == len(scheduled):
         return Work(len(scheduled), len(scheduled))
