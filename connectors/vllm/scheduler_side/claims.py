@@ -48,7 +48,7 @@ class Claims:
         self._geometry = geometry
         self._load_policy = load_policy
         self._held = dict[str, RequestClaim]()
-        """Claims that may have slots, by request."""
+        """Request -> its claim, which may have slots."""
 
     def promise(
         self, prompt: Prompt, keys: Sequence[ChunkKey], computed: int, *, busy: bool, first: bool

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from kvtier.connectors.vllm.groups import Geometry, Kind
 
 _TOGETHER_STEPS = 8
-"""Answers of full attention alone, whose blocks stay as they are, are looked at in one step of so
-many: caches that a step has emptied are filled once for all of them."""
+"""Steps of which one looks at answers of full attention alone, whose blocks stay as they are:
+caches that a step has emptied are filled once for all of them."""
 _MOST_ANSWERS = 32
 """Most answers that are looked at in one step."""
 
@@ -53,7 +53,7 @@ class DueSteps:
         return [*prompts, *found]
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether it can have finished more since it was looked at."""
+        """Return whether it can have finished more since it was looked at."""
         return self._due.get(request_id, math.inf) <= self._step + 1
 
     def wait(self, request_id: str, tokens: int | None) -> None:

@@ -82,9 +82,9 @@ class _Load:
     """Whether the load's slots count in the room of large hits."""
     leases: dict[Part, LoadLease] = field(default_factory=dict)
     copying: int = 0
-    """Slots that ranks read now."""
+    """Number of slots that ranks read now."""
     sources: list[str] = field(default_factory=list)
-    """Of each piece that has arrived."""
+    """Place that each arrived piece came from."""
     why: Reason = "refused"
     """Reason for the pieces that are not loaded."""
     is_void: bool = False

@@ -40,7 +40,7 @@ class Jobs:
         self.pending: dict[int, Pending] = {}
         """Jobs that some worker has not confirmed, by number."""
         self.under_way = dict[str | ChunkKey, int]()
-        """Jobs of each request, and loads of each piece."""
+        """Request or piece -> number of its jobs, or loads."""
         self.begun: list[BegunLoad] = []
         """Loads that workers get in the step to come."""
 

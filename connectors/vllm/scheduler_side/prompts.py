@@ -87,7 +87,7 @@ class RequestClaim:
         lease.close()
 
     def places(self, lease: LoadLease) -> list[str]:
-        """The tier that each ready piece of a lease came from for this request."""
+        """Return the tier that each ready piece of a lease came from for this request."""
         if not self.brought:
             return lease.sources
         return [
@@ -184,7 +184,7 @@ class Prompt:
 def by_place(
     geometry: Geometry, sources: Iterable[tuple[Piece, str]], begin: int, end: int
 ) -> dict[str, int]:
-    """Tokens ``begin`` to ``end`` by the place that they came from, for the first of the
+    """Return the number of tokens from ``begin`` to ``end`` by place, for the first of the
     anchors, whose pieces come in ascending order. Tokens before a window are not needed. They count
     for the first piece that is needed."""
     tokens = dict[str, int]()

@@ -317,7 +317,7 @@ class SchedulerHalf:
                     ended(pending, last_of=last_of)
 
     def _end_load(self, pending: Pending, lease: LoadLease, *, refused: bool) -> None:
-        """``refused``: the model got other weights, so the chunks that it lacks are sound."""
+        """End a load. ``refused``: other weights came, so the chunks that failed are sound."""
         self._load_policy.load_ended(pending.tokens)
         lease.close()
         if not pending.failed:
