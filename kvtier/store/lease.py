@@ -141,7 +141,8 @@ class LoadLease(_Lease):
     def poll(self) -> Progress:
         """Return how far the load is, in chunks. With ``coming == 0`` it does not grow any more.
         Nothing is ready after the end."""
-        return whole(self.polling()) if self.keys else Progress(0, 0)
+        is_whole = len(self.slots) == len(self.keys)
+        return Progress(self.ready, 0) if is_whole else whole(self.polling())
 
     def polling(self) -> Steps[Progress]:
         """:meth:`poll` in pieces, which must be done to the end."""

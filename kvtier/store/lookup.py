@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.lookup import LookupResult
 from kvtier.core.steps import Steps
 from kvtier.store.directory import Directory
 from kvtier.store.entry import FILLING, READY
@@ -27,9 +26,9 @@ def is_known(directory: Directory, key: ChunkKey) -> bool:
 
 def lookup_run(
     directory: Directory, waits: Sequence[Wait], keys: Sequence[ChunkKey]
-) -> Steps[LookupResult]:
-    """Return the lookup of a run, without what only asking a shared tier can tell. In pieces, each
-    under the Store's lock.
+) -> Steps[list[tuple[int, float | None]]]:
+    """Return the steps of a lookup, which shared tiers are not asked for. In pieces, each under the
+    Store's lock.
 
     The result has one step for each change of place: between two changes the time saved by one more
     chunk only grows, so the best place to stop is always an end of a step."""
@@ -55,7 +54,7 @@ def lookup_run(
         here = place
         if place >= 0 and (entry is None or place not in reads):
             reads[place] = reads.get(place, 0) + (entry is None)
-    return LookupResult([*steps, (end, _arrival(waits, reads))])
+    return [*steps, (end, _arrival(waits, reads))]
 
 
 def _arrival(waits: Sequence[Wait], reads: Mapping[int, int]) -> float | None:

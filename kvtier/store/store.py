@@ -224,40 +224,29 @@ class Store:
         rest = keys[start:]
         claim = _Claim(self.clock(), owner)
         lease = LoadLease(self, self.pool, rest[:most], claim)
-        if not lease.keys and len(keys) <= _READY_CHUNKS:  # it is only counted
-            with self._lock:
-                self._directory.used(keys)
-                self.counts["load_asked"] += len(rest)
-                self._miss(rest, 0, owner, most)
-            self._note_prompt(keys, asker)
-            return lease
         try:
-            yield from self._in_order(self._directory.used, keys, _READY_CHUNKS)
+            if len(keys) > _READY_CHUNKS:
+                behind = keys[_READY_CHUNKS:]
+                yield from self._in_order(self._directory.used, behind, _READY_CHUNKS)
             while True:
                 with self._lock:
                     known = len(claim.entries)
+                    if not known:
+                        self._directory.used(keys[:_READY_CHUNKS])
                     promotions = self._claim(lease, PIECE_CHUNKS)
                     got = len(claim.entries)
-                    if got == len(lease.keys) or got < known + PIECE_CHUNKS:
-                        break
+                    is_over = got == len(lease.keys) or got < known + PIECE_CHUNKS
+                    asked = self._end_claim(lease, rest, most) if is_over else None
                 self._promotions.begin(promotions)
                 if promotions:
                     self._look_ahead_soon(owner)
+                if is_over:
+                    break
                 yield 0.0
         except BaseException:
             lease.close()
             raise
-        with self._lock:
-            self.counts["load_asked"] += len(rest)
-            unknown = lease.keys[len(claim.entries) :]
-            asked = self._ask(unknown) if unknown else None
-            lease.asking = asked is not None
-            if asked is None:
-                self._miss(rest, len(claim.entries), owner, most)
-        self._promotions.begin(promotions)
         self._note_prompt(keys, asker)
-        if promotions:
-            self._look_ahead_soon(owner)
         if asked is not None and not self.lower[asked].ask(partial(self._find, lease, asked)):
             with self._lock:
                 lease.asking = False
@@ -276,8 +265,9 @@ class Store:
             self._directory.used(keys)
             self.counts["load_asked"] += len(rest)
             self.counts["ram_loaded"] += len(rest)
-            self._took("lookup", "", self.clock() - begun)
-        lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries, [RAM] * len(rest)))
+            for what in ("lookup", "load_wait"):
+                self._took(what, "", self.clock() - begun)
+        lease = LoadLease(self, self.pool, rest, _Claim(begun, 0, entries))
         lease.slots, lease.sources = [entry.slot for entry in entries], [RAM] * len(rest)
         self._note_prompt(keys, asker)
         return lease
@@ -374,17 +364,14 @@ class Store:
                 try:
                     next(looking)
                 except StopIteration as done:
-                    result: LookupResult = done.value
-                    break
+                    steps: list[tuple[int, float | None]] = done.value
+                    ready, known = steps[0][0], steps[-1][0]
+                    asked = self._ask(keys[known:]) if known < len(keys) else None
+                    asking = None if asked is None else self.lower[asked].asking(len(keys) - known)
+                    why = self._end_of(keys, ready, known, owner)[1]
+                    self._took("lookup", "", self.clock() - begun)
+                    return LookupResult(steps, asking, why)
             yield 0.0
-        with self._lock:
-            asked = self._ask(keys[result.known :]) if result.known < len(keys) else None
-            result = result._replace(why=self._end_of(keys, result.ready, result.known, owner)[1])
-            if asked is not None:
-                asking = self.lower[asked].asking(len(keys) - result.known)
-                result = result._replace(asking=asking)
-            self._took("lookup", "", self.clock() - begun)
-        return result
 
     @in_pieces
     def known(self, keys: Sequence[ChunkKey]) -> Steps[list[bool]]:
@@ -556,6 +543,20 @@ class Store:
         self.counts["ram_loaded"] += len(claim.entries) - known - len(promotions)
         return promotions
 
+    def _end_claim(
+        self, lease: LoadLease, rest: Sequence[ChunkKey], most: int | None
+    ) -> int | None:
+        """Under the lock, when a lease for ``rest`` names what it can: count what it is short of.
+        Returns the shared tier that has to be asked first."""
+        claim: _Claim = lease.held
+        self.counts["load_asked"] += len(rest)
+        unknown = lease.keys[len(claim.entries) :]
+        asked = self._ask(unknown) if unknown else None
+        lease.asking = asked is not None
+        if asked is None:
+            self._miss(rest, len(claim.entries), claim.owner, most)
+        return asked
+
     def _note_arrival(self) -> None:
         """Wake :meth:`wait`: a promotion has ended, or a shared tier has answered."""
         with self._arrived:
@@ -622,6 +623,8 @@ class Store:
     ) -> None:
         """Count, by reason, the chunks that a load lacks. Chunks beyond ``most`` were declined.
         Under the lock."""
+        if ready == len(keys):
+            return
         end, why = self._end_of(keys, ready, self._directory.held_run(keys, ready), owner)
         if why and (most is None or most >= end):
             self.counts[f"missed_{why}"] += len(keys) - end
@@ -698,24 +701,24 @@ class Store:
     def end_load(self, lease: LoadLease) -> Steps[None]:
         """See :class:`kvtier.store.lease.Keeper`. Unpins the run's end before its beginning."""
         claim: _Claim = lease.held
-        if not lease.keys:
-            return
         with self._lock:
             entries, claim.entries = claim.entries, []
-            if lease.sources:
-                self._load_ended(claim, lease.sources)
-            for tell in self._directory.observers.loaded:
-                tell(entries[: lease.ready])
-        for part in reversed(list(pieces(entries))):
+            self._load_ended(claim, entries[: lease.ready], lease.sources)
+            parts = [*pieces(entries)]
+            self._unpin(parts.pop())
+        for part in reversed(parts):
+            yield 0.0
             with self._lock:
                 self._unpin(part)
-            yield 0.0
 
-    def _load_ended(self, claim: _Claim, sources: Sequence[str]) -> None:
+    def _load_ended(self, claim: _Claim, ready: Sequence[Entry], sources: Sequence[str]) -> None:
         """Note a load's time, under the slowest tier that it came from. Under the lock."""
-        slowest_first = (tier.name for tier in reversed(self.tiers))
-        place = next((name for name in slowest_first if name in sources), RAM)
-        self._took("load", place, self.clock() - claim.begun)
+        if sources:
+            slowest_first = (tier.name for tier in reversed(self.tiers))
+            place = next((name for name in slowest_first if name in sources), RAM)
+            self._took("load", place, self.clock() - claim.begun)
+        for tell in self._directory.observers.loaded:
+            tell(ready)
 
     def _unpin(self, entries: Sequence[Entry]) -> None:
         """Unpin entries, and tell promotions of it. Under the lock."""
