@@ -225,14 +225,13 @@ class Store:
         claim = _Claim(self.clock(), owner)
         lease = LoadLease(self, self.pool, rest[:most], claim)
         try:
-            if len(keys) > _READY_CHUNKS:
-                behind = keys[_READY_CHUNKS:]
+            if behind := keys[PIECE_CHUNKS:]:
                 yield from self._in_order(self._directory.used, behind, _READY_CHUNKS)
             while True:
                 with self._lock:
                     known = len(claim.entries)
                     if not known:
-                        self._directory.used(keys[:_READY_CHUNKS])
+                        self._directory.used(keys[:PIECE_CHUNKS])
                     promotions = self._claim(lease, PIECE_CHUNKS)
                     got = len(claim.entries)
                     is_over = got == len(lease.keys) or got < known + PIECE_CHUNKS

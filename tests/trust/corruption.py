@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,19 +56,17 @@ class Reader:
         return held
 
     def expect_lost(self, tier, lost, what):
-        """Exactly these are missed, each counted once. A second look finds them gone, and they can
-        be written anew."""
-        gone = set(lost)
-        before = sum(tier.counts.get(name, 0) for name in _LOSSES)
+        """Exactly these are missed, each counted once, as what is returned. A second look finds
+        them gone, and they can be written anew."""
+        gone, before = set(lost), Counter(tier.counts)
         missed = {index for index, key in enumerate(self.keys) if not self.read(tier, key)}
-        after = sum(tier.counts.get(name, 0) for name in _LOSSES)
+        found = Counter(tier.counts) - before
+        losses = sum(found[name] for name in _LOSSES)
         self.tally.cases += len(gone)
         self.tally.expect(
             missed == gone, f"{what}: missed {sorted(missed)}, damaged {sorted(gone)}"
         )
-        self.tally.expect(
-            after - before == len(gone), f"{what}: {after - before} counted, {len(gone)} damaged"
-        )
+        self.tally.expect(losses == len(gone), f"{what}: {losses} counted, {len(gone)} damaged")
         self.tally.expect(
             not any(self.read(tier, self.keys[index]) for index in missed), f"{what}: kept"
         )
@@ -76,6 +75,7 @@ class Reader:
             self.tally.expect(
                 stored and self.read(tier, self.keys[index]), f"{what}: its place takes no chunk"
             )
+        return found
 
 
 # ---- NVMe ----------------------------------------------------------------------------------------
@@ -293,11 +293,8 @@ class Damage:
 
     def hurt(self, where, what, count):
         chunks = list(where)
-        before = self.tier.counts[count]
-        self.reader.expect_lost(self.tier, chunks, what)
-        self.reader.tally.expect(
-            self.tier.counts[count] - before == len(chunks), f"{what}: not counted as {count}"
-        )
+        found = self.reader.expect_lost(self.tier, chunks, what)
+        self.reader.tally.expect(found[count] == len(chunks), f"{what}: not counted as {count}")
 
     def ended(self, whose):
         """All damage was a miss, and none of it a fault of the service."""
