@@ -120,14 +120,7 @@ class ChunkFolder:
         )
         self._device = os.stat(self.path).st_dev
         records = self._read_records(files)
-        self._checksums = np.zeros(self.slots, f"V{CHECKSUM_BYTES}")
-        self._owners = np.zeros(self.slots, f"V{OWNER_BYTES}")
-        self._stamps = np.zeros(self.slots, np.uint64)
-        self._unread = bytearray(self.slots)
-        """Slot -> 1 if it was written since the open and not read."""
-        self._given = []
-        self._files, self.was_open = files, True
-        self._recover(records)
+        self._recover(files, records)
         if lent:
             self.resize(len(self._places))
 
@@ -320,7 +313,7 @@ class ChunkFolder:
         except OSError as error:
             self._events.log_first("close", error)
 
-    def _recover(self, records: Records) -> None:
+    def _recover(self, files: SlotFiles, records: Records) -> None:
         # more than 64 bits where there are many slots
         places = [
             seq * self.slots + slot
@@ -328,21 +321,28 @@ class ChunkFolder:
         ]
         # Of a key with two records (its delete was lost in a power cut) the older one is owed.
         newest = dict(zip(records.keys, places, strict=True))
-        self._checksums[records.slots] = records.checksums
-        self._owners[records.slots] = records.owners
-        self._stamps[records.slots] = records.stamps
-        self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
         with self._lock:
+            self._checksums = np.zeros(self.slots, f"V{CHECKSUM_BYTES}")
+            self._owners = np.zeros(self.slots, f"V{OWNER_BYTES}")
+            self._stamps = np.zeros(self.slots, np.uint64)
+            self._unread = bytearray(self.slots)
+            """Slot -> 1 if it was written since the open and not read."""
+            self._given = []
+            self._files, self.was_open = files, True
+            self._checksums[records.slots] = records.checksums
+            self._owners[records.slots] = records.owners
+            self._stamps[records.slots] = records.stamps
+            self._seq = int(records.seqs[-1]) if len(records.seqs) else 0
             self._owed = {
                 place: key
                 for key, place in zip(records.keys, places, strict=True)
                 if newest[key] != place or self._owed.get(place) == key
             }
             self._places = {key: place for key, place in newest.items() if place not in self._owed}
-        unused = np.ones(self.slots, dtype=bool)
-        unused[records.slots] = False
-        # Popped from the end: the first chunks go to the first slots.
-        self._free = array("I", np.flatnonzero(unused)[::-1].astype(np.uint32).tobytes())
+            unused = np.ones(self.slots, dtype=bool)
+            unused[records.slots] = False
+            # Popped from the end: the first chunks go to the first slots.
+            self._free = array("I", np.flatnonzero(unused)[::-1].astype(np.uint32).tobytes())
         self._events.add("corrupt", records.damaged)
         self._events.values["lifetime_bytes"] = self._seq * self.slot_bytes
         if self._places or records.damaged:
