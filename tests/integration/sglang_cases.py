@@ -17,6 +17,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import settings as rules
+from hypothesis import strategies as some
 from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.runtime_context import get_context, get_serving
@@ -161,6 +164,69 @@ def test_the_same_hits_and_the_same_bytes_as_files(server, tmp_path, kind, layou
                 page = pool.get_data_page(int(indices[at * cpu.PAGE])).view(torch.int16)
                 assert torch.equal(page, written[names[at]].view(torch.int16).view_as(page))
             pool.clear()
+
+
+def test_files_serve_a_permuted_k_and_kvtier_a_miss(server, tmp_path):
+    """Equal names and sizes, another order of bytes."""
+    one, other = cpu.mha("page_first"), cpu.mha("page_first_direct")
+    cpu.scramble(one)
+    tokens = prompt(4)
+    with filing(one, tmp_path) as writer, filing(other, tmp_path) as reader:
+        begin = one.alloc(len(tokens))
+        cpu.backup(writer, tokens, begin)
+        found, _, indices = cpu.prefetch(reader, tokens)
+        k = one.k_buffer[int(begin[0]) : int(begin[0]) + cpu.PAGE].transpose(0, 1).contiguous()
+        wrong = other.k_buffer[int(indices[0]) // cpu.PAGE]
+        assert found == 4 and not torch.equal(k.view(torch.int16), wrong.view(torch.int16))
+    one.clear()
+    assert hits(cpu.mha("page_first_direct"), server, saved(one, server, 4)) == 0
+
+
+def test_files_never_cache_again_after_another_layer_count_and_kvtier_does(server, tmp_path):
+    one, other = cpu.mha("page_first"), cpu.mha("page_first", layers=cpu.LAYERS + 1)
+    tokens = prompt(4)
+    with filing(one, tmp_path) as writer, filing(other, tmp_path) as reader:
+        cpu.backup(writer, tokens, one.alloc(len(tokens)))
+        assert cpu.prefetch(reader, tokens)[:2] == (4, 0)
+    one.clear()
+    tokens = saved(one, server, 4)
+    assert hits(other, server, tokens) == 0
+    with running(other, server) as reader:
+        assert cpu.backup(reader, tokens, other.alloc(len(tokens))) == 4
+        assert cpu.prefetch(reader, tokens)[:2] == (4, 4)
+
+
+def test_pages_are_those_of_a_dict(server):
+    """Pages in any order, with holes: a load is the run up to the first one that is not held."""
+    pool = cpu.mha("page_first", pages=8)
+    cpu.scramble(pool)
+    content, what = pool.kv_buffer.clone(), some.sampled_from(["set", "get", "exists"])
+    with running(pool, server) as one:
+        storage = one.storage_backend
+
+        @rules(max_examples=60, deadline=None, database=None)
+        @given(some.lists(some.tuples(what, some.sets(some.integers(0, 7), min_size=1))))
+        def check(calls):
+            names, held = cpu.hashes_of(prompt(8)), dict[int, Any]()
+            for call, chosen in calls:
+                pages, pool.kv_buffer[:] = list(chosen), content
+                rows = torch.cat([torch.arange(at * cpu.PAGE, (at + 1) * cpu.PAGE) for at in pages])
+                keys = [names[at] for at in pages]
+                done = [all(at in held for at in pages[: end + 1]) for end in range(len(pages))]
+                if call == "set":
+                    assert all(storage.batch_set_v1(keys, rows))
+                    held |= {at: pool.get_data_page(at * cpu.PAGE).clone() for at in pages}
+                elif call == "exists":
+                    assert storage.batch_exists(keys) == sum(done)
+                else:
+                    pool.kv_buffer.zero_()
+                    assert storage.batch_get_v1(keys, rows) == done
+                    for at, is_read in zip(pages, done, strict=True):
+                        page, zeros = pool.get_data_page(at * cpu.PAGE), content.new_zeros(())
+                        kept = held[at] if is_read else zeros.expand_as(page)
+                        assert torch.equal(page.view(torch.int16), kept.view(torch.int16))
+
+        check()
 
 
 # ---- who shares ----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("which", "cases"),
-    [("not extended", 38), pytest.param("extended", 2, marks=pytest.mark.extended)],
+    [("not extended", 41), pytest.param("extended", 2, marks=pytest.mark.extended)],
 )
 def test_every_case_holds_under_sglangs_own_controllers(models, which, cases):
     words = ["-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-m", which]
