@@ -311,6 +311,26 @@ def test_a_lost_folder_is_told_and_written_no_more(tmp_path, lose):
     tier.close()
 
 
+def test_a_read_notices_it_too(tmp_path):
+    tier = chunk_folder(tmp_path / "tier", ROOM)
+    fill(tier, KEYS[:1])
+    remove(tmp_path / "tier")
+    whole = memoryview(bytearray(SLOT))
+    assert tier.read(KEYS[0], whole)
+    assert "was removed" in tier.trouble
+    tier.close()
+
+
+def test_when_the_folder_is_back_it_is_written_again(tmp_path):
+    tier = chunk_folder(tmp_path / "tier", ROOM)
+    (tmp_path / "tier").rename(tmp_path / "away")
+    assert not tier.write(KEYS[0], memoryview(bytes(SLOT)))
+    (tmp_path / "away").rename(tmp_path / "tier")
+    fill(tier, KEYS)
+    assert tier.trouble == ""
+    tier.close()
+
+
 def test_a_disk_that_cannot_be_asked_is_no_lost_folder(tmp_path, monkeypatch):
     def fails(*_, **__):
         raise OSError(errno.EIO, "simulated")
