@@ -42,9 +42,6 @@ class Served(HttpEngine):
         }
         super().__init__(str(model), args, env | settings, folder / "server.log")
 
-    def forget_all(self):
-        self.reset(reset_external=True)
-
     def tokenize(self, text):
         body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
         return list(post(f"{self.base_url}/tokenize", body)["tokens"])

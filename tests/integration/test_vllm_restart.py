@@ -16,8 +16,6 @@ from tests.integration.restart_scenarios import CHUNKS
 from tests.integration.scenarios import BLOCK
 from tests.integration.test_vllm import EngineFailed, assert_same, hits, start
 from tests.integration.transfer import EVERY_HIT
-from tests.redis_server import RedisServer
-from tests.server_process import serving
 from tests.spinning import spinning
 
 pytestmark = pytest.mark.vllm
@@ -95,26 +93,3 @@ def test_the_first_prompts_after_a_kill_come_whole_from_nvme(lives, killed, tmp_
         again = lives(one.mode, "asked", ram_bytes=f"{ram}B", **disk, **one.config)
     assert hits(again) == WHOLE
     assert_same(again, computed, tolerance=1e-4)
-
-
-@MORE
-def test_so_they_come_from_redis(lives):
-    with RedisServer() as server:
-        shared = {"redis_url": server.url, "redis_bytes": "128MiB"}
-        lives(V1, "filled", ram_bytes=f"{HOLDS * CHUNK_BYTES}B", **shared)
-        again = lives(V1, "asked", ram_bytes=f"{EIGHTH * CHUNK_BYTES}B", **shared)
-    assert hits(again) == WHOLE
-
-
-@MORE
-def test_so_they_come_over_a_server(lives, tmp_path):
-    disk: dict[str, Any] = {
-        "slot_bytes": CHUNK_BYTES,
-        "nvme_path": str(tmp_path / "nvme"),
-        "nvme_bytes": "128MiB",
-    }
-    for scenario, ram in (("filled", 2 * HOLDS), ("asked", THIRD)):
-        with serving(ram_bytes=ram * CHUNK_BYTES, **disk) as server:
-            answers = lives(V2_ASYNC, scenario, server=server.address, server_timeout_ms=5000)
-            server.kill()
-    assert hits(answers) == WHOLE

@@ -206,6 +206,7 @@ def test_series_are_there_before_the_first_step(tmp_path):
     assert (
         there["vllm:kvtier_missed_chunks_total", "salt"]
         == there["vllm:kvtier_loaded_chunks_total", "nvme"]
+        == there["vllm:kvtier_hints_total", "bad"]
         == 0
     )
     assert ("kvtier_corrupt_chunks_total", "ram") not in there

@@ -2,6 +2,7 @@
 finished and its chunks are saved."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -40,6 +41,14 @@ class Told:
             hint(keys, given, session)
 
         monkeypatch.setattr(store, "hint", spy)
+        self.counts, taken = Counter[str](), self.half.counts
+
+        def counts():
+            found = taken()
+            self.counts.update(found)
+            return found
+
+        monkeypatch.setattr(self.half, "counts", counts)
 
     def keys(self, tokens):
         return [*self.half._layout.keys(tokens)]
@@ -81,6 +90,7 @@ def test_the_end_of_a_session_is_told_after_its_last_save(core, told):
     core.add(request(core, "one", PROMPT, OVER["kv_transfer_params"], max_tokens=2 * CHUNK))
     core.run("one")
     settled(core)
+    assert told.counts["hints_over"] == 1
     whole = PROMPT + [7] * (2 * CHUNK - 1)
     assert [hint for _, hint, _ in told.seen] == [Hint(over=True)]
     assert told.seen[0][0] == told.keys(whole)[: len(told.seen[0][0])] and len(told.seen[0][0]) >= 4
@@ -96,6 +106,7 @@ def test_what_nobody_says_is_not_told(core, told):
     )
     core.run("one")
     settled(core)
+    assert told.counts["hints_bad"] == 1
     assert told.seen == []
 
 
