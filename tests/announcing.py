@@ -6,7 +6,7 @@ from kvtier.connectors.vllm.groups import Geometry, Group, Kind
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.extensions.event_stream.announcer import Announcer, EventGroup
+from kvtier.extensions.event_stream.engine import Announcer, EventGroup
 
 BLOCK, CHUNK = 16, 32
 GEOMETRY = Geometry((Group(0, Kind.FULL, BLOCK),), CHUNK)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvtier.connectors.vllm.extensions.learning import Learning
     from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf
     from kvtier.connectors.vllm.stats import Figures
-    from kvtier.connectors.vllm.worker_side.own_host import OwnHost
+    from kvtier.connectors.vllm.worker_side.pools import OwnHost
     from kvtier.connectors.vllm.worker_side.worker import WorkerHalf
     from kvtier.core.chunk import ChunkLayout
     from kvtier.load_policy.decide import LoadPolicy
@@ -105,7 +105,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             if not parallel.rank:
                 begin(vllm_config)
             if self._hosts.number > 1:
-                from kvtier.connectors.vllm.worker_side.own_host import OwnHost
+                from kvtier.connectors.vllm.worker_side.pools import OwnHost
 
                 self._own_host = OwnHost(self._config.server, self._hosts.of_rank(parallel.rank))
 

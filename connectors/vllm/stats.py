@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvtier.config.keys import places
 from kvtier.config.load import load
 from kvtier.connectors.vllm import settings
-from kvtier.connectors.vllm.hint_words import KINDS
+from kvtier.connectors.vllm.hints import KINDS
 from kvtier.core.errors import KVTierError
 from kvtier.core.lookup import RAM
 from kvtier.core.report import BOUNDS

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.core.errors import StateError
-from kvtier.extensions.event_stream.announcer import Announcer
+from kvtier.extensions.event_stream.engine import Announcer
 from tests.integration.scenarios import BLOCK, CHUNK, Engine, answered, document
 from tests.unit.scheduler_half import extension
 

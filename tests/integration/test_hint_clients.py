@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.hint_words import of_request
+from kvtier.connectors.vllm.hints import of_request
 from kvtier.eviction.hints import Hint
 from kvtier.extensions.hint_dialects.middleware import Middleware
 from tests.child_process import DEADLINE_S, wait_for

@@ -6,7 +6,7 @@ def scheduler_half(store, layout, geometry, parts, load_policy, **duty):
     has."""
     from kvtier.connectors.vllm.extension import Duty, Tools
     from kvtier.connectors.vllm.extensions.installed import HintDelivery
-    from kvtier.connectors.vllm.extensions.misses import Misses
+    from kvtier.connectors.vllm.extensions.outcomes import Misses
     from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
     from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
     from kvtier.connectors.vllm.scheduler_side.scheduler import SchedulerHalf

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.api import KVStore
 from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
-from kvtier.connectors.vllm.extensions.hit_log import HitLog, Traces
-from kvtier.connectors.vllm.extensions.misses import Misses
+from kvtier.connectors.vllm.extensions.outcomes import HitLog, Misses, Traces
 from kvtier.connectors.vllm.groups import Geometry
-from kvtier.connectors.vllm.hint_words import Said
+from kvtier.connectors.vllm.hints import Said
 from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
 from kvtier.connectors.vllm.scheduler_side.jobs import Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
@@ -177,8 +176,7 @@ def shipped(tools: Tools, facts: EngineFacts) -> tuple[Extension, ...]:
         Misses(tools),
         HintDelivery(tools.store, tools.geometry),
         *_beside("event_stream", tools, facts),
-        HitLog(),
-        *([Traces()] if wants_traces else ()),
+        Traces() if wants_traces else HitLog(),
         EarlyLoads(tools, facts.duty),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtier.api import LoadLease
 from kvtier.connectors.vllm.groups import Geometry, Piece, Run
-from kvtier.connectors.vllm.hint_words import Said
+from kvtier.connectors.vllm.hints import Said
 from kvtier.connectors.vllm.scheduler_side.requests import RequestNames
 from kvtier.core.chunk import ChunkKey, ChunkLayout, KeyChain
 from kvtier.core.lookup import RAM

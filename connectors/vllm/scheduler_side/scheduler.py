@@ -22,7 +22,7 @@ from typing import Any
 from kvtier.api import Ended, LoadLease
 from kvtier.connectors.vllm.extension import Duty, Extension, Live, Tools, overridden
 from kvtier.connectors.vllm.groups import Piece
-from kvtier.connectors.vllm.hint_words import of_request
+from kvtier.connectors.vllm.hints import of_request
 from kvtier.connectors.vllm.layout import start_only
 from kvtier.connectors.vllm.metadata import Job, Move, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.claims import Claims, Granted

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvtier.connectors.vllm import hint_words
+from kvtier.connectors.vllm import hints
 
 _EPHEMERAL_S = 300.0
 """Anthropic's default ``ttl`` of ``cache_control``."""
@@ -66,7 +66,7 @@ def fields(body: bytes) -> dict[str, msgspec.Raw]:
 
 def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Translate a request to words of ``kv_transfer_params``. ``headers``: names in lower case."""
-    words = hint_words.Words()
+    words = hints.Words()
     for field, reader in _FIELDS.items():
         if field not in body:
             continue
@@ -77,12 +77,12 @@ def of_http(headers: Mapping[str, str], body: Mapping[str, msgspec.Raw]) -> dict
     _marks(words, body)
     _session(words, body, headers)
     if _FINAL in headers:
-        words.say(hint_words.OVER, _FLAGS.get(headers[_FINAL].strip().lower()))
-    return words.said | ({hint_words.BAD: words.bad} if words.bad else {})
+        words.say(hints.OVER, _FLAGS.get(headers[_FINAL].strip().lower()))
+    return words.said | ({hints.BAD: words.bad} if words.bad else {})
 
 
 def _session(
-    words: hint_words.Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str, str]
+    words: hints.Words, body: Mapping[str, msgspec.Raw], headers: Mapping[str, str]
 ) -> None:
     arguments, named = _small(body.get("vllm_xargs", _NONE)), []
     if "session_id" in body:
@@ -96,58 +96,58 @@ def _session(
         named.append(arguments.get("session_id"))
     for name in named:
         if name:
-            words.say(hint_words.SESSION, hint_words.short_name(name))
+            words.say(hints.SESSION, hints.short_name(name))
 
 
-def _envelope(words: hint_words.Words, given: Any) -> None:
+def _envelope(words: hints.Words, given: Any) -> None:
     actions = given.get("actions") if isinstance(given, dict) else None
     if not isinstance(actions, list):
         words.bad += 1
         return
-    for action in actions[: hint_words.MOST_ACTIONS]:
+    for action in actions[: hints.MOST_ACTIONS]:
         said = action if isinstance(action, dict) else {}
-        hint_words.say_action(words, said.get("action_type"), said.get("payload"))
-    words.bad += len(actions[hint_words.MOST_ACTIONS :])
+        hints.say_action(words, said.get("action_type"), said.get("payload"))
+    words.bad += len(actions[hints.MOST_ACTIONS :])
 
 
-def _nvext(words: hint_words.Words, given: Any) -> None:
+def _nvext(words: hints.Words, given: Any) -> None:
     if not isinstance(given, dict):
         words.bad += 1
         return
     if "kv_hints" in given:
         _envelope(words, given["kv_hints"])
     if given.get("cache_control") is not None:
-        words.say(hint_words.KEEP, _marked(given["cache_control"]))
-    hints = given.get("agent_hints")
-    if hints is None:
+        words.say(hints.KEEP, _marked(given["cache_control"]))
+    agents = given.get("agent_hints")
+    if agents is None:
         return
-    if not isinstance(hints, dict):
+    if not isinstance(agents, dict):
         words.bad += 1
         return
-    for name, value in hints.items():
-        words.say(hint_words.PRIORITY, hint_words.finite(value) if name == "priority" else None)
+    for name, value in agents.items():
+        words.say(hints.PRIORITY, hints.finite(value) if name == "priority" else None)
 
 
-def _retention(words: hint_words.Words, given: Any) -> None:
+def _retention(words: hints.Words, given: Any) -> None:
     if given not in ("in_memory", "in-memory"):  # these ask for what is done anyway
-        words.say(hint_words.KEEP, hint_words.seconds(given))
+        words.say(hints.KEEP, hints.seconds(given))
 
 
-def _options(words: hint_words.Words, given: Any) -> None:
+def _options(words: hints.Words, given: Any) -> None:
     if not isinstance(given, dict):
         words.bad += 1
     elif given.get("ttl") is not None:
-        words.say(hint_words.KEEP, hint_words.seconds(given["ttl"]))
+        words.say(hints.KEEP, hints.seconds(given["ttl"]))
 
 
-def _marks(words: hint_words.Words, body: Mapping[str, msgspec.Raw]) -> None:
+def _marks(words: hints.Words, body: Mapping[str, msgspec.Raw]) -> None:
     """Add the hint of Anthropic's marks. The longest counts, for all of the prompt: how many tokens
     lie before a mark cannot be told here."""
     found = [_marked(mark) for mark in _each_mark(body) if mark is not None]
     good = [one for one in found if one is not None]
     words.bad += len(found) - len(good)
     if good:
-        words.say(hint_words.KEEP, max(good))
+        words.say(hints.KEEP, max(good))
 
 
 def _each_mark(body: Mapping[str, msgspec.Raw]) -> Iterator[Any]:
@@ -178,10 +178,10 @@ def _marks_of(body: Mapping[str, msgspec.Raw], field: str) -> Iterator[msgspec.R
 def _marked(mark: Any) -> float | None:
     if not isinstance(mark, dict) or mark.get("type", "ephemeral") != "ephemeral":
         return None
-    return _EPHEMERAL_S if mark.get("ttl") is None else hint_words.seconds(mark["ttl"])
+    return _EPHEMERAL_S if mark.get("ttl") is None else hints.seconds(mark["ttl"])
 
 
-_FIELDS: dict[str, Callable[[hint_words.Words, Any], None]] = {
+_FIELDS: dict[str, Callable[[hints.Words, Any], None]] = {
     "kv_hints": _envelope,
     "nvext": _nvext,
     "prompt_cache_options": _options,

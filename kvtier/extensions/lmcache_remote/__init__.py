@@ -12,5 +12,5 @@ Five lines in the YAML that ``LMCACHE_CONFIG_FILE`` names:
       remote_storage_plugin.kvtier.server: unix:///run/kvtier/kvtier.sock   # or tcp://host:port
 
 README.md in this folder says the rest. Nothing outside this package imports lmcache. In this
-package only ``plugin.py`` and ``remote.py`` import it, and LMCache loads those.
+package only ``plugin.py`` imports it, and LMCache loads that.
 """

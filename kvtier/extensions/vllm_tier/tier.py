@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -22,12 +25,11 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.client.connect import Address
+from kvtier.connectors.vllm.identity import identity, is_local, start_word
 from kvtier.connectors.vllm.versions import log_like_vllm
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint, flat_key
 from kvtier.core.lanes import Lane
 from kvtier.extensions.cache_server import connect, load_each, safely, settings, tenant
-from kvtier.extensions.vllm_tier.identity import engine_identity
-from kvtier.extensions.vllm_tier.lookups import Lookups
 from kvtier.server.listening.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.vllm_tier")
@@ -39,6 +41,72 @@ _POLL_S, _CLOSE_S = 0.001, 10.0
 _ANSWER_TIMES = 10
 """Answers that a lookup may wait for: one for each of its questions, and those before it."""
 _MOST_ANNOUNCED_CHUNKS = 1 << 18
+_FORMAT = 1
+_MOST_FRAMES = 16
+_TOPOLOGY = (
+    *("tensor_parallel_size", "disable_custom_all_reduce"),
+    *("enable_sp", "fuse_gemm_comms", "fuse_allreduce_rms"),
+)
+"""Configuration fields that follow from the number of GPUs that share a layer."""
+Question = tuple[str, list[bytes]]
+"""Request id and a run of its chunks to ask the server for."""
+_GROUP_BYTES = 4
+"""Last bytes of a vLLM key, which name its cache group."""
+
+
+class Lookups:
+    """Verdicts on chunks, by request, asked for in the background: vLLM asks chunk by chunk, step
+    by step. For one thread, but for :meth:`answered`. ``counts`` is of verdicts.
+
+    An answer that does not come within ``timeout_s`` is a miss. A verdict stands until its request
+    has ended. So a chunk that was found and then could not be loaded does not send the request
+    round and round."""
+
+    def __init__(self, clock: Callable[[], float], timeout_s: float, counts: Counter[str]) -> None:
+        self._clock, self.timeout_s, self._counts = clock, timeout_s, counts
+        self._verdicts = dict[str, dict[bytes, bool | float]]()
+        """Verdicts by request and chunk. A number is the time until which an answer may come."""
+        self._questions = dict[tuple[str, bytes], list[bytes]]()
+        self._answers = deque[tuple[Question, Sequence[bool]]]()
+
+    def held(self, key: bytes, request: str) -> bool | None:
+        """Whether the chunk is held; None while the server is asked."""
+        while self._answers:
+            (asked_by, keys), answer = self._answers.popleft()
+            asked = self._verdicts.get(asked_by, {})
+            for one, is_held in zip(keys, answer, strict=True):
+                if isinstance(asked.get(one), float):
+                    asked[one] = is_held
+                    self._counts["hit" if is_held else "miss"] += 1
+        verdicts = self._verdicts.setdefault(request, {})
+        verdict = verdicts.get(key)
+        if verdict is None:
+            verdicts[key] = self._clock() + self.timeout_s
+            self._questions.setdefault((request, key[-_GROUP_BYTES:]), []).append(key)
+            return None
+        if isinstance(verdict, bool):
+            return verdict
+        if self._clock() < verdict:
+            return None
+        self._counts.update(("late", "miss"))
+        verdicts[key] = False
+        return False
+
+    def questions(self) -> list[Question]:
+        """Take the runs to ask for now: one for each request and cache group."""
+        questions, self._questions = self._questions, {}
+        return [(request, keys) for (request, _), keys in questions.items()]
+
+    def answered(self, question: Question, answer: Sequence[bool]) -> None:
+        """Queue an answer. Any thread."""
+        self._answers.append((question, answer))
+
+    def failed(self, request: str, keys: Iterable[bytes]) -> None:
+        """Turn the verdicts on chunks that could not be loaded into misses."""
+        self._verdicts.get(request, {}).update(dict.fromkeys(keys, False))
+
+    def ended(self, request: str) -> None:
+        self._verdicts.pop(request, None)
 
 
 class KVTierTier(SecondaryTierManager):
@@ -212,3 +280,80 @@ class KVTierTier(SecondaryTierManager):
         for outcome, count in new.items():
             stats.increase_counter(CHUNKS, count, (outcome,))
         return stats if new else None
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def engine_identity(spec: Any) -> dict[str, Any]:
+    """Return the fingerprint's parts for a vLLM ``OffloadingSpec``. Reads the weight files, unless
+    their digests are kept. Logs why a name is of this start only.
+
+    vLLM's key of a chunk is a hash over tokens, salt, and the names of adapters and media. This
+    adds what decides the bytes: vLLM's configuration by the closed table of kvtier's own connector,
+    the weights by their content, and the shape of a chunk. Where one of these is only a name here,
+    a random word is part of it, and what is kept is of use to this start of the engine alone."""
+    config, vllm_config = spec.config, _vllm_config()
+    if vllm_config is None:
+        return {"start": start_word("vLLM's configuration was not found")}
+    engine = identity(vllm_config, {})
+    why = _unnamed(vllm_config)
+    if why and "start" not in engine:
+        engine["start"] = start_word(why)
+    parallel = config.parallel
+    is_free = config.canonical_layout and parallel.is_parallelism_agnostic
+    if is_free:
+        engine["config"] = _without_topology(engine["config"])
+    sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
+    return {
+        "vllm_tier": _FORMAT,
+        "engine": engine,
+        "hardware": _hardware(),
+        "longest": vllm_config.model_config.max_model_len,  # models choose rotary tables by it
+        "dtype": config.model.dtype,
+        "hash": [vllm_config.cache_config.prefix_caching_hash_algo, config.cache.tokens_per_hash],
+        "chunk_blocks": config.cache.blocks_per_chunk,
+        "groups": [[one.tokens_per_block, *one.layer_names] for one in config.groups],
+        "layout": [config.kv_cache_layout, config.canonical_layout, spec.replicated_layout],
+        "parallel": [] if is_free else [*sizes, parallel.world_size],
+    }
+
+
+def _vllm_config() -> Any:
+    """Find vLLM's configuration in the frame of the caller that makes the tiers: a tier is given
+    only a digest of it, without what names the model's content."""
+    frames = islice(walk_stack(sys._getframe()), _MOST_FRAMES)
+    found = (frame.f_locals.get("vllm_config") for frame, _ in frames)
+    return next((one for one in found if hasattr(one, "model_config")), None)
+
+
+def _unnamed(vllm_config: Any) -> str:
+    """Return why vLLM's keys and the weights' files do not name all that decides, or ""."""
+    model, algorithm = vllm_config.model_config, vllm_config.cache_config.prefix_caching_hash_algo
+    if not is_local(vllm_config):
+        return f"the weights of {model.model} are not local files"
+    if getattr(vllm_config, "lora_config", None) is not None:
+        return "vLLM's keys have adapters by their names alone"
+    if model.is_multimodal_model:
+        return "vLLM's keys have media by names that a client may give"
+    if not str(algorithm).startswith("sha256"):
+        return f"prefix_caching_hash_algo={algorithm} may give two prompts one key; sha256 does not"
+    return ""
+
+
+def _without_topology(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_topology(one) for name, one in config.items() if name not in _TOPOLOGY}
+
+
+def _hardware() -> str:
+    """Name the hardware as ranks do, without opening a GPU in the scheduler's process."""
+    from vllm.platforms import current_platform
+
+    from kvtier.connectors.vllm.worker_side.loaded import hardware
+
+    device = current_platform.device_type
+    if device == "cpu":
+        return hardware(device)
+    return f"{device} {current_platform.get_device_capability()}"

@@ -80,7 +80,7 @@ def test_vllm_puts_a_requests_kv_transfer_params_where_they_are_read():
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from kvtier.connectors.vllm.hint_words import of_request
+    from kvtier.connectors.vllm.hints import of_request
 
     limits = SamplingParams(max_tokens=1, extra_args=OVER)
     assert of_request(Request("one", PROMPT[:], limits, None)).hint == Hint(over=True)

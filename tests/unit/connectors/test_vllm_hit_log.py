@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from kvtier.connectors.vllm.extensions import hit_log
-from kvtier.connectors.vllm.extensions.hit_log import HitLog
+from kvtier.connectors.vllm.extensions import outcomes
+from kvtier.connectors.vllm.extensions.outcomes import HitLog
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.protocol.wire import Reason
@@ -24,7 +24,7 @@ PROMPT = list(range(100, 100 + 4 * CHUNK + 1))
 @pytest.fixture(autouse=True)
 def lines(caplog):
     """The loggers are the process's own, and so is the bound on their lines."""
-    ours, before = hit_log.logger, hit_log.logger.filters
+    ours, before = outcomes.hits_logger, outcomes.hits_logger.filters
     ours.filters, ours.propagate = [LogLimit(5, 10.0, Clock(), again_s=0.0)], False
     ours.addHandler(caplog.handler)
     ours.setLevel(logging.INFO)
@@ -35,7 +35,7 @@ def lines(caplog):
 
 
 def said(lines):
-    return [one.getMessage() for one in lines.records if one.name == hit_log.logger.name]
+    return [one.getMessage() for one in lines.records if one.name == outcomes.hits_logger.name]
 
 
 def serve(core, name, *, failed=False):
@@ -92,7 +92,7 @@ def test_the_line_says_why_a_hit_is_a_part(lines):
         f"{came}; 1 chunk computed sooner (slower); {refused}",
         f"{came}; 3 chunks not asked for in a shared tier (unasked)",
     ]
-    assert hit_log._WHY_A_PART.keys() == {*get_args(Reason)}
+    assert outcomes._WHY_A_PART.keys() == {*get_args(Reason)}
 
 
 def test_many_hits_are_few_lines(lines):

@@ -10,7 +10,7 @@ from kvtier.config.keys import Config
 from kvtier.connectors.vllm import layout as hosts
 from kvtier.connectors.vllm.metadata import HostPools, Job, Move, PoolAddress, StepMetadata
 from kvtier.connectors.vllm.scheduler_side.jobs import Jobs
-from kvtier.connectors.vllm.worker_side.own_host import OwnHost
+from kvtier.connectors.vllm.worker_side.pools import OwnHost
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from tests.unit.connectors.test_vllm_identity import engine, folder

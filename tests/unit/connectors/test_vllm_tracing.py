@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kvtier.connectors.vllm.extensions.hit_log import LOAD, LOOKUP, Traces
+from kvtier.connectors.vllm.extensions.outcomes import LOAD, LOOKUP, Traces
 from tests.otlp_receiver import HTTP, PARENT, TRACE, TRACEPARENT, attributes, receiving
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core
 

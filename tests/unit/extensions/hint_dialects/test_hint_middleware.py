@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connectors.vllm.hint_words import of_request
+from kvtier.connectors.vllm.hints import of_request
 from kvtier.eviction.hints import LONGEST_KEEP_S, NO_HINT, PRIORITY_KEEP_S, Hint
 from kvtier.extensions.hint_dialects.middleware import Middleware
 from tests.clock import Clock

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.bench.model import make_model
 from kvtier.core.chunk import fingerprint
-from kvtier.extensions.vllm_tier.identity import engine_identity
+from kvtier.extensions.vllm_tier.tier import engine_identity
 from tests.unit.extensions.vllm_tier.tiering import engine_config, make_spec
 
 
