@@ -7,9 +7,9 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-DEADLINE_S = 120.0
+DEADLINE_S = float(os.environ.get("TESTS_DEADLINE_S", "120"))
 """The bound of waits in tests. It is reached where something is broken, and not where a host is
-slow or has much else to do."""
+slow or has much else to do. Mutants, which break things, set a shorter one."""
 
 
 def wait_for(condition, what, deadline_s=DEADLINE_S):

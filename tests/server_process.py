@@ -1,5 +1,6 @@
 """A real kvtier server for tests, and what an engine does with it."""
 
+import subprocess
 import sys
 import tempfile
 import time
@@ -12,7 +13,7 @@ from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.testing.check_tier import content
 from tests.child_process import DEADLINE_S, ChildProcess, wait_for
-from tests.command import bare, ran
+from tests.command import ROOT, bare
 from tests.forked import Forked, be_patient, serve, slow_down
 
 SLOT = 8192
@@ -66,10 +67,17 @@ class ServerProcess(ChildProcess):
         return Forked(serve, self._env, self._command[3:], str(self.log), self._changes)
 
     def refusal(self):
-        """Start one that cannot start. What it says."""
-        done = ran(self._command, self._env)
-        assert done.returncode == 2, done
-        return done.stderr
+        """Start one that cannot start. What it says. One that listens after all fails at once."""
+        with subprocess.Popen(
+            self._command, env=self._env, cwd=ROOT, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                wait_for(lambda: process.poll() is not None or self.answers(), "it gives up")
+            finally:
+                process.kill()
+            said = process.communicate()[1]
+        assert process.returncode == 2, said
+        return said
 
     def access(self, layout=LAYOUT, namespace=""):
         own = hello(

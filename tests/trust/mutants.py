@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from tests.trust.patterns import planted
@@ -39,8 +40,8 @@ COPIED = (
 )
 PEERS = ROOT / ".venv-peers"
 """Programs that suites start, such as an S3 server. They are linked, not copied."""
-SUITE_S = 240
-
+SUITE_S, WAIT_S = 240, 30
+"""Bounds of a suite, and of one wait in it (:data:`tests.child_process.DEADLINE_S`)."""
 
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
 
@@ -131,7 +132,12 @@ def copy_package(into):
 def failure(arguments, place):
     """Why this suite fails in ``place``: the end of what it prints. Empty if it passes. A suite
     that hangs fails."""
-    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(place),
+        "PYTHONDONTWRITEBYTECODE": "",  # what is not changed is compiled once
+        "TESTS_DEADLINE_S": str(WAIT_S),
+    }
     command = [sys.executable, *arguments]
     try:
         done = subprocess.run(
@@ -157,12 +163,18 @@ def try_mutant(mutant, place, suites):
     """Applies a mutant to the copy, runs the suites until one fails, and takes the mutant back."""
     file, text = defective(mutant, place)
     sound, begun = file.read_text(encoding="utf-8"), time.monotonic()
-    file.write_text(text, encoding="utf-8")
+    _write(file, text)
     try:
         killer = next((name for name, words in suites.items() if failure(words, place)), "")
     finally:
-        file.write_text(sound, encoding="utf-8")
+        _write(file, sound)
     return Verdict(mutant, killer, round(time.monotonic() - begun, 1))
+
+
+def _write(file, text):
+    """Replace a module without its compiled form, which names its length and second only."""
+    file.write_text(text, encoding="utf-8")
+    Path(cache_from_source(file)).unlink(missing_ok=True)
 
 
 def _room_verdicts(name, only, every, *, full):
