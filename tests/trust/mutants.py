@@ -40,10 +40,10 @@ COPIED = (
 )
 PEERS = ROOT / ".venv-peers"
 """Programs that suites start, such as an S3 server. They are linked, not copied."""
-SUITE_S, WAIT_S = 240, 30
-"""Bounds of a suite, and of one wait in it (:data:`tests.child_process.DEADLINE_S`)."""
+SUITE_S, TEST_S, WAIT_S = 240, 60, 30
+"""Bounds of a suite, of a test, and of a wait in it (:data:`tests.child_process.DEADLINE_S`)."""
 
-PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_S}")
 
 
 @dataclass(frozen=True, slots=True)
