@@ -36,7 +36,7 @@ MEMORY = 24 << 20
 """Less than any of these servers wants us to take. A page of SCAN may be 16 MiB."""
 
 
-def dribble(begin):
+def dribble(begin, pause_s=SHORT_S / 10):
     """``begin``, then a byte at a time, for longer than any call may take: each comes sooner than
     any time-out of a single byte."""
 
@@ -44,7 +44,7 @@ def dribble(begin):
         client.sendall(begin)
         until = time.monotonic() + 1.2 * GENEROUS_S
         while time.monotonic() < until:
-            time.sleep(SHORT_S / 10)
+            time.sleep(pause_s)
             client.sendall(b"1")
 
     return answer
@@ -64,6 +64,7 @@ HOSTILE: dict[str, Answer] = {
     "an endless line": b"+" + b"x" * (1 << 20),
     "an endless error": b"-" + b"x" * (1 << 20),
     "dribbled digits": dribble(b":"),
+    "a dribbled error": dribble(b"-ERR ", SHORT_S / 2),
     "a dribbled value": dribble(b"$4000\r\n"),
     "a dribbled list": dribble(b"*2\r\n$1\r\n0\r\n*3\r\n$90\r\n"),
     "a header, and a dribbled part": dribble(
