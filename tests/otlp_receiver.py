@@ -1,14 +1,14 @@
 """A receiver of OpenTelemetry traces for tests: OTLP over HTTP, on loopback."""
 
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from tests.http_server import answered_by
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -47,25 +47,11 @@ def _plain(value):
 
 @contextmanager
 def receiving():
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            received.add(self.rfile.read(int(self.headers["Content-Length"])))
-            answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-protobuf")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(exchange):
+        received.add(exchange.body)
+        answer = ExportTraceServiceResponse().SerializeToString()
+        exchange.answer(answer, Content_Type="application/x-protobuf")
 
-        def log_message(self, *_):
-            """Tests print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        received = Received(f"http://127.0.0.1:{server.server_address[1]}/v1/traces")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield received
-        finally:
-            server.shutdown()
-            thread.join()
+    with answered_by(answer) as url:
+        received = Received(f"{url}/v1/traces")
+        yield received

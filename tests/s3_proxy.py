@@ -1,11 +1,13 @@
 """A proxy before a real S3 server, which does to requests and answers what a test tells it."""
 
-import http.server
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
+
+from tests.http_server import answered_by
 
 _NOT_PASSED = ("connection", "content-length", "date", "host", "server", "transfer-encoding")
 
@@ -37,28 +39,19 @@ class S3Proxy:
 
     @property
     def environment(self):
-        port = self._listens.server_port
-        return self._server.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        return self._server.environment | {"AWS_ENDPOINT_URL": self._url}
 
     def well(self):
         self.__init__(self._server)  # type: ignore[misc]
 
     def __enter__(self):
-        proxy = self
-
-        class Passage(_Passage):
-            of = proxy
-
-        self._listens = _Quiet(("127.0.0.1", 0), Passage)
-        self._thread = threading.Thread(target=self._listens.serve_forever, daemon=True)
-        self._thread.start()
+        self._stack = ExitStack()
+        self._url = self._stack.enter_context(answered_by(self._go))
         return self
 
     def __exit__(self, *_):
         self.over.set()
-        self._listens.shutdown()
-        self._listens.server_close()
-        self._thread.join()
+        self._stack.close()
 
     def passed(self, method, path, headers, body):
         kept = {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED}
@@ -72,47 +65,24 @@ class S3Proxy:
         except urllib.error.HTTPError as error:
             return Answer(error.code, error.read(), tuple(error.headers.items()))
 
-
-class _Quiet(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_):
-        """A client that has gone is no news."""
-
-
-class _Passage(http.server.BaseHTTPRequestHandler):
-    of: S3Proxy
-
-    def _go(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        told = self.command, self.path
-        self.of.seen.append(told)
-        answer = self.of.refuse(*told)
+    def _go(self, request):
+        told = request.command, request.path
+        self.seen.append(told)
+        answer = self.refuse(*told)
         if answer is None:
-            answer = self.of.change(*told, self.of.passed(*told, self.headers, body))
-        self.send_response(answer.status)
-        length = dict(answer.headers).get("Content-Length", "") if self.command == "HEAD" else ""
-        for name, value in answer.headers:
-            if name.lower() not in _NOT_PASSED:
-                self.send_header(name, value)
-        self.send_header("Content-Length", length or str(len(answer.body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self._send(answer)
-
-    def _send(self, answer):
-        if answer.pieces is None:
-            self.wfile.write(answer.body)
+            answer = self.change(*told, self.passed(*told, request.headers, request.body))
+        kept = {name: value for name, value in answer.headers if name.lower() not in _NOT_PASSED}
+        length = dict(answer.headers).get("Content-Length", "") if request.command == "HEAD" else ""
+        kept["Content_Length"] = length or str(len(answer.body))
+        if answer.pieces is None or request.command == "HEAD":
+            request.answer(answer.body, answer.status, **kept)
             return
+        request.close_connection = True
+        request.answer(b"", answer.status, **kept)
         at = 0
         for size in answer.pieces:
-            self.wfile.write(answer.body[at : at + size])
-            self.wfile.flush()
+            request.wfile.write(answer.body[at : at + size])
+            request.wfile.flush()
             at += size
-            if self.of.over.wait(1.0):
+            if self.over.wait(1.0):
                 return
-
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _go  # noqa: N815
-
-    def log_message(self, *_):
-        pass

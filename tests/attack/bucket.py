@@ -1,23 +1,16 @@
 """A hostile S3 server: one that answers whatever it likes to whoever uses its bucket."""
 
-import http.server
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+
+from tests.http_server import Exchange, answered_by
 
 _PIECE = bytes(64 << 10)
 _CHUNKED = b"%x\r\n%s\r\n" % (len(_PIECE), _PIECE)
 _LAST_WRITE = "Wed, 25 Nov 2026 00:00:00 GMT"
 
-Request = http.server.BaseHTTPRequestHandler
-Answer = Callable[[Request], None]
-
-
-class _Quiet(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_): ...
+Answer = Callable[[Exchange], None]
 
 
 class Seen:
@@ -30,33 +23,17 @@ class Seen:
 def hostile(answer, host="127.0.0.1"):
     seen = Seen()
 
-    class Every(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answered(request):
+        seen.requests.append((request.command, request.path))
+        try:
+            answer(request)
+        except OSError:
+            request.close_connection = True
+        finally:
+            seen.sent.append(getattr(request, "sent", 0))
 
-        def do_GET(self):
-            seen.requests.append((self.command, self.path))
-            self.body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            try:
-                answer(self)
-            except OSError:
-                self.close_connection = True
-            finally:
-                seen.sent.append(getattr(self, "sent", 0))
-
-        do_PUT = do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815 - as http.server finds them
-
-        def log_message(self, *_):
-            pass
-
-    server = _Quiet((host, 0), Every)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://{host}:{server.server_port}", seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answered_by(answered, host) as url:
+        yield url, seen
 
 
 def environment(url):

@@ -8,7 +8,6 @@ import threading
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -16,6 +15,7 @@ from kvtier.core.lookup import Progress
 from kvtier.protocol import admin_proof
 from tests.admin_server import TOKEN, administered, clearing
 from tests.child_process import DEADLINE_S, most_lines, wait_for
+from tests.http_server import answered_by
 from tests.server_process import attached, run, save
 
 SECRET = TOKEN.encode()
@@ -238,48 +238,30 @@ class Impostor:
 
     def __init__(self, answer=b"", behind=None, swap=(b"", b"")):
         self.heard: list[tuple[str, dict[str, str], bytes]] = []
-        impostor = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self._serve()
-
-            def do_POST(self):
-                self._serve()
-
-            def _serve(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                impostor.heard.append((self.path, dict(self.headers), body))
-                status, headers, said = 200, {}, answer
-                if behind is not None:
-                    line = http.client.HTTPConnection("127.0.0.1", behind.port, timeout=DEADLINE_S)
-                    with closing(line):
-                        line.request(self.command, self.path, body, dict(self.headers))
-                        real = line.getresponse()
-                        status, said = real.status, real.read().replace(*swap)
-                        headers = {
-                            name: real.getheader(name) or ""
-                            for name in (admin_proof.ANSWER_HEADER, admin_proof.START_HEADER)
-                        }
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(said))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(said)
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._said, self._behind, self._swap = answer, behind, swap
+        self._server = answered_by(self._serve)
 
     def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = self._server.__enter__()
         return self
 
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._server.server_close()
+    def __exit__(self, *raised):
+        self._server.__exit__(*raised)
+
+    def _serve(self, exchange):
+        given = exchange.path, dict(exchange.headers), exchange.body
+        self.heard.append(given)
+        if self._behind is None:
+            exchange.answer(self._said)
+            return
+        path, headers, body = given
+        line = http.client.HTTPConnection("127.0.0.1", self._behind.port, timeout=DEADLINE_S)
+        with closing(line):
+            line.request(exchange.command, path, body, headers)
+            real = line.getresponse()
+            proofs = (admin_proof.ANSWER_HEADER, admin_proof.START_HEADER)
+            kept = {name: real.getheader(name) or "" for name in proofs}
+            exchange.answer(real.read().replace(*self._swap), real.status, **kept)
 
     def heard_the_token(self):
         return TOKEN in repr(self.heard)

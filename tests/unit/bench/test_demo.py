@@ -22,7 +22,7 @@ MODEL = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1}
 # vLLM's server as the client sees it. Of all starts only the first UP come up.
 STAND_IN = """
 import argparse, json, os, signal, sys, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from tests.http_server import Exchange, Quiet
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 parser = argparse.ArgumentParser()
 for flag in ("--host", "--port", "--kv-transfer-config"):
@@ -34,25 +34,18 @@ with open(mark, "a") as starts:
     starts.write("x")
 while os.path.getsize(mark) > int(os.environ["UP"]):
     time.sleep(0.01)
-class Server(BaseHTTPRequestHandler):
-    def log_message(self, *_): pass
-    def send(self, data):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-    def do_GET(self):
-        self.send(json.dumps({"version": "0"}).encode())
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+class Server(Exchange):
+    def do(self):
+        if self.command == "GET":
+            return self.answer(b'{"version": "0"}')
         if self.path == "/tokenize":
-            return self.send(json.dumps({"tokens": [1, 2, 3]}).encode())
+            return self.answer(b'{"tokens": [1, 2, 3]}')
         if self.path == "/reset_prefix_cache":
-            return self.send(b'{"success": true}')
+            return self.answer(b'{"success": true}')
         events = [{"choices": [{"token_ids": [7]}]}]
         events += [{"choices": [], "usage": {"prompt_tokens": 4224, "completion_tokens": 1}}]
-        self.send("".join(f"data: {json.dumps(one)}\\n\\n" for one in events).encode())
-ThreadingHTTPServer((given.host, int(given.port)), Server).serve_forever()
+        self.answer("".join(f"data: {json.dumps(one)}\\n\\n" for one in events).encode())
+Quiet((given.host, int(given.port)), Server).serve_forever()
 """
 BENCH = """
 import json, signal, sys

@@ -6,8 +6,6 @@ import json
 import re
 import struct
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from kvtier.bench.processes import servers
 from kvtier.bench.processes.servers import ServerError, VllmServer
 from kvtier.bench.requests.client import Ask, Outcome, connect, parse_hits
 from kvtier.cli.main import main
+from tests.http_server import answered_by
 
 DOCUMENT, QUESTION = 64, 8
 
@@ -133,43 +132,26 @@ def test_wrong_flags_are_refused(given):
         arguments(given)
 
 
-class Plain(BaseHTTPRequestHandler):
+def plain(exchange):
     """An OpenAI-compatible server that knows none of vLLM's additions. Refuses prompts that hold
     the word bad."""
-
-    def do_GET(self):
-        known = self.path == "/v1/models"
-        self.send(200 if known else 404, json.dumps({"data": [{"id": "m"}]}))
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != "/v1/completions":
-            return self.send(404, "{}")
-        if "ignore_eos" in body or body["prompt"].startswith("bad"):
-            return self.send(400, '{"error": "no"}')
-        events: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in ("", "x", "y")]
-        events.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
-        data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-        return self.send(200, data)
-
-    def send(self, status, text):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        """Silent."""
+    if exchange.path == "/v1/models":
+        return exchange.answer(b'{"data": [{"id": "m"}]}')
+    if exchange.path != "/v1/completions":
+        return exchange.answer(b"{}", 404)
+    body = json.loads(exchange.body)
+    if "ignore_eos" in body or body["prompt"].startswith("bad"):
+        return exchange.answer(b'{"error": "no"}', 400)
+    events: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in ("", "x", "y")]
+    events.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
+    data = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    return exchange.answer(data.encode())
 
 
 @pytest.fixture
 def plain_server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Plain) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with answered_by(plain) as url:
+        yield url
 
 
 def test_a_plain_server_is_asked_with_text_and_a_refusal_is_an_outcome(plain_server):

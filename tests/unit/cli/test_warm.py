@@ -1,79 +1,58 @@
 """``kvtier warm`` and what it sends, against an HTTP server that answers as vLLM's does."""
 
-from __future__ import annotations
-
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.cli import main as cli
+from tests.http_server import answered_by
 
 CHUNK = 8
 
 
-class Answers(BaseHTTPRequestHandler):
-    """A character is a token. Prompts longer than the limit are refused."""
+class Served:
+    """A character is a token. ``limit``: longer prompts are refused. ``asked``: the completions.
+    ``told``: what it says of its cache. ``lacks``: a page."""
 
-    server: Served
-
-    def do_GET(self):
-        self._reply(200, {"data": [{"id": "m"}, {"id": "adapter"}]})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.keys.add(self.headers.get("Authorization", ""))
-        if self.path == self.server.lacks:
-            self._reply(404, {"error": "no such page"})
-        elif self.path.endswith("/tokenize"):
-            added = [1] if body.get("add_special_tokens", True) else []
-            self._reply(200, {"tokens": [*added, *map(ord, body["prompt"])]})
-        elif len(body["prompt"]) > self.server.limit:
-            self._reply(400, {"error": {"message": "the prompt is\ntoo long"}})
-        else:
-            self.server.asked.append(body)
-            usage = {"prompt_tokens": len(body["prompt"])} | self.server.told
-            self._reply(200, {"choices": [{"text": "x"}], "usage": usage})
-
-    def _reply(self, status, body):
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        """Silent."""
-
-
-class Served(ThreadingHTTPServer):
-    """``asked``: the completions. ``told``: what it says of its cache. ``lacks``: a page."""
+    url, lacks, limit = "", "", 10_000
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answers)
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str] = set()
         self.told: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": 3}}
-        self.lacks = ""
-        self.limit = 10_000
 
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
+    def __call__(self, exchange):
+        exchange.answer(*self._said(exchange))
+
+    def _said(self, exchange):
+        if exchange.command == "GET":
+            return _json({"data": [{"id": "m"}, {"id": "adapter"}]}), 200
+        body = json.loads(exchange.body)
+        self.keys.add(exchange.headers.get("Authorization", ""))
+        if exchange.path == self.lacks:
+            return _json({"error": "no such page"}), 404
+        if exchange.path.endswith("/tokenize"):
+            added = [1] if body.get("add_special_tokens", True) else []
+            return _json({"tokens": [*added, *map(ord, body["prompt"])]}), 200
+        if len(body["prompt"]) > self.limit:
+            return _json({"error": {"message": "the prompt is\ntoo long"}}), 400
+        self.asked.append(body)
+        usage = {"prompt_tokens": len(body["prompt"])} | self.told
+        return _json({"choices": [{"text": "x"}], "usage": usage}), 200
+
+
+def _json(told):
+    return json.dumps(told).encode()
 
 
 @pytest.fixture
 def served():
-    with Served() as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    served = Served()
+    with answered_by(served) as served.url:
+        yield served
 
 
 @pytest.fixture
