@@ -12,7 +12,6 @@ from kvtier.core.errors import TierError
 from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
 from kvtier.testing import check_tier
 from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, header
-from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.mooncake_pool import CALLS, FORM, Mooncake, mooncake, python
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 
@@ -46,24 +45,6 @@ def test_it_keeps_the_promises_of_a_tier(pool, chunk_bytes):
         return pool.tier(ObjectForm("", secrets.token_bytes(8)), url=url, size=chunk_bytes)
 
     check_tier(make, chunk_bytes=chunk_bytes)
-
-
-def test_chunks_are_encrypted_and_another_key_finds_misses(pool, form):
-    size = sealed_bytes(CHUNK_BYTES)
-
-    def sealed(key):
-        return SealedTier(pool.tier(form, size=size), key, CHUNK_BYTES)
-
-    tier, other, store = sealed(bytes(range(32))), sealed(bytes(32)), raw(pool, size)
-    into, stored = (memoryview(bytearray(length)) for length in (CHUNK_BYTES, size))
-    assert tier.write(KEYS[0], chunk(KEYS[0]))
-    assert store.fetch(form.name(KEYS[0]), stored)
-    assert bytes(chunk(KEYS[0])[:64]) not in bytes(stored)
-    assert tier.read(KEYS[0], into) is True and into == chunk(KEYS[0])
-    assert other.read(KEYS[0], into) is False
-    assert other.counts["unopened"] == 1
-    for one in (tier, other, store):
-        one.close()
 
 
 def test_a_large_chunk_comes_back(pool, form):

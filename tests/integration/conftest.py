@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from kvtier.bench.model import make_model
 from tests.command import SETTINGS
 from tests.conftest import ROOT
 from tests.engine_python import engine_python, engine_vllm
@@ -17,6 +18,11 @@ from tests.integration.fork_server import ForkServer
 def nothing_set(monkeypatch):
     for name in [name for name in os.environ if name.startswith(SETTINGS)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
 def in_modes(*modes, extended=()):

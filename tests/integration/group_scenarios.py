@@ -10,8 +10,6 @@ from tests.integration.engine_modes import ROOT
 from tests.integration.scenarios import Engine, answered, counts, document
 
 README = ROOT / "connectors/vllm/README.md"
-BRANCH = 300
-"""Tokens after which one prompt leaves another."""
 AGAIN = 0, 900
 """The document that is asked again."""
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -43,18 +41,14 @@ def facts(engine):
     groups = scheduler.kv_cache_config.kv_cache_groups
     return {
         "kinds": sorted({type(group.kv_cache_spec).__name__ for group in groups}),
-        "groups": len(groups),
         "hybrid": not config.scheduler_config.disable_hybrid_kv_cache_manager,
-        "tokens": config.cache_config.kv_cache_size_tokens,
         "block": max(group.kv_cache_spec.block_size for group in groups),
-        "ranks": config.parallel_config.world_size,
     }
 
 
 def life(model, **arguments):
-    """Documents, then documents again, one with more behind it, and one that leaves it in the
-    middle. With kvtier vLLM forgets its own cache before each asking, so that a hit can only be
-    kvtier's."""
+    """Documents, then documents again, and one with more behind it. With kvtier vLLM forgets its
+    own cache before each asking, so that a hit can only be kvtier's."""
     engine, told = made(model, **arguments), dict[str, Any]()
     ours = os.environ.get("WITH_KVTIER") == "1"
     told["facts"] = facts(engine) if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else {}
@@ -71,10 +65,7 @@ def life(model, **arguments):
     told["again"] = [ask(prompt, max_tokens=70) for prompt in documents]
     longer = documents[0] + told["first"][0]["tokens"] + document(8, 40)
     told["longer"] = [ask(longer) for _ in range(2)]
-    other = documents[1][: size - BRANCH // 2] + document(9, 90)
-    told["branch"] = [ask(other) for _ in range(2)]
     told["counts"] = counts(engine)
-    told["drafted"] = drafted(engine)
     return told
 
 
@@ -103,11 +94,6 @@ def asked_again_in_units(model):
     (words,) = re.findall(r"`(--prefix-match-unit \d+)`", README.read_text())
     given = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words.split())
     return asked_again(model, prefix_match_unit=given.prefix_match_unit)
-
-
-def drafts(model):
-    """A life of a model that drafts its own tokens."""
-    return life(model, speculative_config=MTP)
 
 
 def asked_again_drafting(model):

@@ -1,33 +1,16 @@
-"""Engines whose configuration says less than what decides their KV: run as ``python -m
+"""Engines whose weights are replaced, and some that have no prefixes to keep: run as ``python -m
 tests.integration.key_scenarios NAME OUT MODEL``, as :mod:`tests.integration.scenarios` is, whose
 engine they use.
 """
 
-import copy
-import os
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tests.integration.scenarios import CHUNK, Engine, answered, document, rounds
 
-SCHEME = "object-store://"
-"""Of weights that no local file holds, as the test's streamer names them."""
-
 
 def short(model):
     return rounds(Engine(model))
-
-
-def streamed(model):
-    """The model's folder has a configuration only. Its weights come from elsewhere
-    (``TEST_WEIGHTS``)."""
-    weights = SCHEME + os.environ["TEST_WEIGHTS"]
-    register_streamer()
-    os.environ["TEST_PATCH"] = register_streamer.__name__
-    return rounds(
-        Engine(model, load_format="test_streamer", model_weights=weights, disable_log_stats=False)
-    )
 
 
 def prefix_caching(model):
@@ -75,26 +58,6 @@ class Writer:
                 parameter.data.copy_(parameter.data.roll(1, dims=0))
 
 
-def register_streamer():
-    """A loader that takes weights from where ``model_weights`` says, as vLLM's object-storage
-    streamer does."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    class Streamer(DefaultModelLoader):
-        def __init__(self, load_config):
-            super().__init__(replace(load_config, load_format="safetensors"))
-
-        def load_weights(self, model, model_config):
-            there = copy.copy(model_config)
-            there.model = model_config.model_weights.removeprefix(SCHEME)
-            super().load_weights(model, there)
-
-    register_model_loader("test_streamer")(Streamer)
-
-
 main = partial(answered, globals())
-if __name__ == "__mp_main__" and os.environ.get("TEST_PATCH") == register_streamer.__name__:
-    register_streamer()
 if __name__ == "__main__":
     main()

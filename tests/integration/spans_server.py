@@ -64,31 +64,15 @@ class LatentServed(Served):
 
 
 class Plain:
-    """The model in plain torch, without vLLM and without kvtier: what answers are compared with.
-    ``adapter``: a LoRA adapter, which is added to the weights."""
+    """The model in plain torch, without vLLM and without kvtier: what answers are compared with."""
 
-    def __init__(self, model, adapter=None):
+    def __init__(self, model):
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
         loaded: Any = AutoModelForCausalLM
         self._model = loaded.from_pretrained(model, dtype=torch.float32).eval()
-        if adapter is not None:
-            self._add(adapter)
-
-    def _add(self, adapter):
-        """Its scale is 1: ``lora_alpha`` is its rank."""
-        from safetensors.torch import load_file
-
-        found = load_file(adapter / "adapter_model.safetensors")
-        for name, first in found.items():
-            path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            if path != name.removeprefix("base_model.model."):
-                second = found[name.replace("lora_A", "lora_B")]
-                weight = self._model.get_submodule(path).weight
-                with self._torch.no_grad():
-                    weight += second @ first
 
     def full(self, tokens):
         """Logprobs of the first answer token, by token id: everything is computed."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_model
 from kvtier.bench.processes.companion import companion
 from kvtier.bench.processes.engine import cache_args, connector_args, shared_args, transfer
 from kvtier.bench.processes.servers import answers, free_port
@@ -102,13 +101,12 @@ def ask(url, prompt):
 
 
 @EVERY_MODE
-def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path):
+def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tiny, tmp_path):
     """Nothing is left in vLLM's own caches for the second turn, so that its hits are kvtier's."""
-    model = make_model(tmp_path / "tiny", "tiny")
     prompt = document(1)
     with serving(ram_bytes="256MiB") as cache:
-        prefill = Engine(model, tmp_path / "prefill.log", mode, cache)
-        decode = Engine(model, tmp_path / "decode.log", mode, cache)
+        prefill = Engine(tiny, tmp_path / "prefill.log", mode, cache)
+        decode = Engine(tiny, tmp_path / "decode.log", mode, cache)
         with prefill, decode, routed(prefill, decode, tmp_path) as url:
             first = ask(url, prompt)
             assert prefill.cached_from("host") == 0
@@ -121,6 +119,6 @@ def test_the_prefill_engine_hits_what_the_decode_engine_answered(mode, tmp_path)
             assert prefill.cached_from("host") == whole
             assert decode.cached_from("p2p") == len(prompt) + len(turn)
             assert decode.cached_from("host") == 0, "kvtier leaves such a prompt to NIXL"
-    with Engine(model, tmp_path / "plain.log", mode) as plain:
+    with Engine(tiny, tmp_path / "plain.log", mode) as plain:
         assert ask(plain.base_url, prompt) == first
         assert ask(plain.base_url, turn) == second

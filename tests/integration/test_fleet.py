@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_model
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.extended]
@@ -21,11 +20,10 @@ SHAPE = f"""--sessions {SESSIONS} --turns {TURNS} --kill-after-turn 2 --first-le
     --chunk-tokens 64 --require-same-tokens --load-every-hit""".split()
 
 
-def test_conversations_of_an_engine_that_dies_stay_warm(tmp_path):
+def test_conversations_of_an_engine_that_dies_stay_warm(tiny, tmp_path):
     if shutil.which("haproxy") is None:
         pytest.skip("there is no haproxy")
-    model = make_model(tmp_path / "tiny", "tiny")
-    command = [sys.executable, "-m", "kvtier.bench.multi_turn", "--model", str(model), *SHAPE]
+    command = [sys.executable, "-m", "kvtier.bench.multi_turn", "--model", str(tiny), *SHAPE]
     command += ["--output-dir", str(tmp_path)]
     command += ["--arms", "round-robin,sticky+kvtier,cache-aware+kvtier"]
     environment = os.environ | {"KVTIER_SERVER_TIMEOUT_MS": "5000"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_model
 from tests.command import bare
 from tests.conftest import ROOT
 from tests.integration.conftest import EVERY_MODE
@@ -74,12 +73,12 @@ def asked(folder, model, mode, connectors, more):
 
 
 @EVERY_MODE
-def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(mode, tmp_path):
-    model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
+def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(mode, tiny, tmp_path):
+    hit = DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:
         more = {"MOONCAKE_CONFIG_PATH": str(file_for(tmp_path, pool))}
-        one = asked(tmp_path / "one", model, mode, "both", more)
-        two = asked(tmp_path / "two", model, mode, "both", more)
+        one = asked(tmp_path / "one", tiny, mode, "both", more)
+        two = asked(tmp_path / "two", tiny, mode, "both", more)
     assert one["first"]["sources"] == {}, "nothing was there"
     assert one["own"]["sources"] == {"device": hit}
     assert one["again"]["sources"] == {"device": hit, "host": hit}, "kvtier is asked first"
@@ -94,13 +93,13 @@ def test_another_engine_hits_mooncake_once_and_kvtiers_ram_from_then_on(mode, tm
 
 
 @EVERY_MODE
-def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(mode, tmp_path):
+def test_an_engine_with_empty_ram_finds_what_another_one_wrote_to_the_pool(mode, tiny, tmp_path):
     """kvtier alone, with the tier that README switches on."""
-    model, hit = make_model(tmp_path / "tiny", "tiny"), DOCUMENTS * DOCUMENT_HIT
+    hit = DOCUMENTS * DOCUMENT_HIT
     with mooncake() as pool:
         more = pages_export(pool)
-        one = asked(tmp_path / "one", model, mode, "alone", more)
-        two = asked(tmp_path / "two", model, mode, "alone", more)
+        one = asked(tmp_path / "one", tiny, mode, "alone", more)
+        two = asked(tmp_path / "two", tiny, mode, "alone", more)
     assert one["first"]["sources"] == {}, "nothing was there"
     loaded = two["first"]["sources"]
     assert sum(loaded.values()) == hit and "device" not in loaded, "RAM was empty: from the pool"

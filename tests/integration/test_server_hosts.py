@@ -103,14 +103,6 @@ def load(hosts, far, keys=KEYS):
         return lease.ready
 
 
-def test_each_host_has_its_own_parts_and_a_hit_is_one(two, hosts):
-    far = joined(two, hosts.pool)
-    assert save(hosts, far) == len(KEYS) == load(hosts, far)
-    assert save(hosts, far) == 0
-    hosts.check(idle=True)
-    far.close()
-
-
 def test_a_host_that_lost_its_chunks_is_filled_again(two, hosts):
     far = joined(two, hosts.pool)
     assert save(hosts, far) == len(KEYS)

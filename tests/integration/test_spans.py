@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_model
 from kvtier.spans import compose, homes
 from tests.integration.spans_server import BLOCK, CHUNK, Plain, Served, gap
 
@@ -47,27 +46,22 @@ def asking(made, first=0, **more):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
+def plain(tiny):
+    return Plain(tiny)
 
 
 @pytest.fixture(scope="module")
-def plain(model):
-    return Plain(model)
-
-
-@pytest.fixture(scope="module")
-def served(model, tmp_path_factory):
+def served(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("spans")
-    server = Served(model, folder, "--max-num-batched-tokens", str(STEP), KVTIER_SPANS="on")
+    server = Served(tiny, folder, "--max-num-batched-tokens", str(STEP), KVTIER_SPANS="on")
     with server:
         yield server
 
 
-def warm(served, seed, which, **more):
+def warm(served, seed, which):
     chosen = [documents(seed)[index] for index in which]
     for home in homes(ids(f"{seed} anchor", ANCHOR), chosen, CHUNK):
-        served.ask(home.tokens, max_tokens=1, **more)
+        served.ask(home.tokens, max_tokens=1)
     served.forget()
 
 

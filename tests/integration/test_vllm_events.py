@@ -3,7 +3,6 @@ holds in each tier, block by block."""
 
 import pytest
 
-from kvtier.bench.model import make_model
 from tests.integration.conftest import in_modes
 from tests.integration.engine_modes import V1
 from tests.integration.test_vllm import DOCUMENT_HIT, start
@@ -17,13 +16,11 @@ RAM = "600KiB"
 @pytest.mark.vllm
 @pytest.mark.slow
 @in_modes(V1)
-def test_a_subscriber_sees_what_every_tier_holds(forks, mode, tmp_path):
-    model = make_model(tmp_path / "tiny", "tiny")
-
+def test_a_subscriber_sees_what_every_tier_holds(forks, mode, tiny, tmp_path):
     def life(name, **more):
         out = tmp_path / f"{name}.json"
         disk = {"nvme_path": tmp_path / "nvme", "nvme_bytes": "64MiB"}
-        told = start(forks(mode), f"event_scenarios {name}", out, model, disk | more)
+        told = start(forks(mode), f"event_scenarios {name}", out, tiny, disk | more)
         assert isinstance(told, dict), str(told)[-4000:]
         return told
 

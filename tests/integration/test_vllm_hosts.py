@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_model
 from kvtier.bench.processes.servers import free_port
 from tests.command import bare
 from tests.integration.engine_modes import TOLD, V1, V1_ASYNC, V2, V2_ASYNC
@@ -107,11 +106,6 @@ class TwoHosts:
 
     def _said(self, node, out):
         return self._log(node, out).read_text()[-6_000:]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
 CELLS = [(ranks, mode) for mode in (V2_ASYNC, V1, V2) for ranks in ("tensor", "pipeline")]

@@ -2,19 +2,13 @@
 taken as LMI has it."""
 
 import json
-import os
 import re
 import shlex
-import signal
 from pathlib import Path
 
 import pytest
 
 from kvtier.bench.model import make_model
-from kvtier.bench.processes.servers import group_lives
-from kvtier.cli.launch import TRANSFER
-from kvtier.connectors.vllm import LOAD_EVERY_HIT
-from tests.child_process import wait_for
 from tests.command import bare, ran
 from tests.engine_python import engine_python
 from tests.fence import fence
@@ -87,36 +81,6 @@ def test_one_variable_and_one_word_are_all(tmp_path):
         "WARNING",
         "environment LMCACHE_CONFIG_FILE names /tmp/lmcache.yaml: sizes are auto-config's",
     )
-
-
-@pytest.mark.extended
-def test_a_front_end_that_is_killed_takes_its_engine_along_and_the_next_start_is_warm(tmp_path):
-    model = str(make_model(tmp_path / "tiny", "tiny"))
-    args = shlex.split(f"{ENGINE} --max-model-len 736")
-    always = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
-    args += ["--kv-transfer-config", json.dumps(always)]
-    env = QUIET | {
-        "KVTIER_RAM_BYTES": "64MiB",
-        "KVTIER_NVME_PATH": str(tmp_path / "kv"),
-        "KVTIER_NVME_BYTES": "256MiB",
-    }
-    server = Launched("true", model, args, env, tmp_path / "server.log")
-    with server:
-        first, cached = server.answer(document(0))
-        assert cached == 0
-        wait_for(lambda: on_disk(server) == HIT / 256, "it is on the disk")
-        front = server.pid
-        assert front is not None
-        os.kill(front, signal.SIGKILL)
-        wait_for(lambda: not group_lives(front), "the engine's processes end by themselves")
-        server.restart()
-        assert server.answer(document(0)) == (first, HIT)
-
-
-def on_disk(server):
-    """Chunks, as an engine says that has just made a step."""
-    server.answer([1, 2, 3])
-    return server.metric("kvtier_stores_total", tier="nvme")
 
 
 def assert_told_once(said, level, text):

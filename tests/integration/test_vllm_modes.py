@@ -23,11 +23,6 @@ CHUNKS = DOCUMENT_HIT // CHUNK
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
-
-
-@pytest.fixture(scope="module")
 def latent(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "mla", "mla")
 

@@ -7,7 +7,6 @@ import shlex
 
 import pytest
 
-from kvtier.bench.model import make_model
 from kvtier.cli.launch import TRANSFER
 from kvtier.connectors.vllm import LOAD_EVERY_HIT
 from tests.child_process import wait_for
@@ -59,11 +58,10 @@ def shared(request):
 
 
 def test_an_engine_with_the_switch_and_one_without_it_hit_what_the_other_saved(
-    tmp_path, monkeypatch, shared
+    tiny, tmp_path, monkeypatch, shared
 ):
     for name in ("KVTIER_CHUNK_TOKENS", "KVTIER_AUTO", "KVTIER_SERVER"):
         monkeypatch.delenv(name, raising=False)
-    model = str(make_model(tmp_path / "tiny", "tiny"))
     args = shlex.split(ENGINE)
     always = TRANSFER | {"kv_connector_extra_config": {LOAD_EVERY_HIT: True}}
     args += ["--kv-transfer-config", json.dumps(always)]
@@ -75,7 +73,7 @@ def test_an_engine_with_the_switch_and_one_without_it_hit_what_the_other_saved(
     shells = {"736": QUIET | switch | there, "640": QUIET | there}
     logs = {length: tmp_path / f"{length}.log" for length in shells}
     one, other = (
-        Launched("true", model, [*args, "--max-model-len", length], env, logs[length])
+        Launched("true", str(tiny), [*args, "--max-model-len", length], env, logs[length])
         for length, env in shells.items()
     )
     with one, other:

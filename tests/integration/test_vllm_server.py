@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.model import make_model
 from tests.integration.conftest import EVERY_MODE
 from tests.integration.test_vllm import DOCUMENT_HIT, assert_same, hits, start
 from tests.server_process import serving
@@ -13,12 +12,11 @@ from tests.server_process import serving
 @pytest.mark.vllm
 @pytest.mark.slow
 @EVERY_MODE
-def test_a_second_engine_hits_what_the_first_saved(forks, mode, tmp_path):
-    model = make_model(tmp_path / "tiny", "tiny")
+def test_a_second_engine_hits_what_the_first_saved(forks, mode, tiny, tmp_path):
     with serving(ram_bytes="64MiB") as server:
         at: dict[str, Any] = {"server": server.address, "server_timeout_ms": 5000}
         one, two = (
-            start(forks(mode), "scenarios plain", tmp_path / f"{name}.json", model, at)
+            start(forks(mode), "scenarios plain", tmp_path / f"{name}.json", tiny, at)
             for name in ("one", "two")
         )
     assert_same(two[:3], one[3:])

@@ -132,8 +132,8 @@ class Tiered(Launched):
 
 
 @pytest.mark.usefixtures("nothing_set")
-def test_launchs_tier_serves_vllm_and_a_killed_server_costs_hits_alone(tmp_path):
-    engine = Tiered(tmp_path, str(make_model(tmp_path / "tiny", "tiny")))
+def test_launchs_tier_serves_vllm_and_a_killed_server_costs_hits_alone(tiny, tmp_path):
+    engine = Tiered(tmp_path, str(tiny))
     documents = [document(seed) for seed in range(3)]
     with engine:
         cold = []

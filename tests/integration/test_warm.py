@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvtier.bench.model import generated_text, make_model
+from kvtier.bench.model import generated_text
 from kvtier.spans import compose
 from tests.command import kvtier
 from tests.integration.spans_server import CHUNK, UNCACHED, Served
@@ -16,9 +16,9 @@ DOCUMENTS = [generated_text(150, seed=seed) for seed in range(2, 5)]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("warm")
-    server = Served(make_model(folder / "tiny", "tiny"), folder)
+    server = Served(tiny, folder)
     with server:
         yield server
 
