@@ -1,6 +1,6 @@
 """Real vLLM behind its OpenAI server: requests that are aborted and caches that are reset during
-loads and answers, adapters that are loaded on request, and data-parallel ranks of which one is
-idle.
+loads and answers, adapters that are loaded on request, and data-parallel ranks: one of them idle,
+or both on a server that launch starts for them.
 
 Answers are compared with those of the same engine's own prefix cache. The test delays the end of a
 load.
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier.bench.model import make_model
 from kvtier.bench.processes.engine import cache_args, shared_args, transfer
 from tests.admin_server import administered, spilled
 from tests.child_process import wait_for
@@ -114,11 +113,6 @@ def streamed(connection):
 
 def same(one, other):
     return bool(one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"])
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
 
 
 @EVERY_MODE
@@ -306,3 +300,21 @@ def test_data_parallel_ranks_of_which_one_is_idle(mode, tmp_path):
         again = server.ask(1, rank=1)
         assert same(again, own)
         assert server.loaded(place="nvme", engine="1") == CHUNKS
+
+
+def test_with_the_one_switch_the_ranks_share_a_server_and_plan_no_tier_themselves(tiny, tmp_path):
+    server = Server(tiny, tmp_path, "--data-parallel-size", "2")
+    at = server._command.index("--kv-transfer-config")
+    del server._command[at : at + 2]
+    module = "vllm.entrypoints.openai.api_server"
+    launch = [sys.executable, "-m", "kvtier", "launch", "--", sys.executable, "-m", module]
+    server._command[:3] = launch
+    server._env |= {"KVTIER_ADMIN": "off", "KVTIER_SERVER_TIMEOUT_MS": "5000", "KVTIER_AUTO": "1"}
+    with server:
+        for seed in range(4):
+            cold, warm = (server.ask(seed, rank=rank) for rank in range(2))
+            assert (cold["cached"], warm["cached"]) == (0, DOCUMENT_HIT)
+            assert warm["tokens"] == cold["tokens"]
+    said = server.log.read_text()
+    assert said.count("auto-config: ram_bytes 64 MiB (yours; the plan ") == 1
+    assert said.count("auto-config: the tiers are the server's (unix://") == 2

@@ -15,7 +15,7 @@ from kvtier.autoconfig.plan import make_plan
 from kvtier.core.fact import known, unknown
 from kvtier.extensions.objects.parts import ObjectStore
 from kvtier.load_policy.prefill import Prefill, PrefillTime
-from kvtier.tiers.nvme.disks import Disk
+from kvtier.tiers.nvme.disks import Disk, disk_threads
 from kvtier.tiers.redis.parts import Redis
 
 GIB = 1 << 30
@@ -427,3 +427,19 @@ def test_the_plan_says_what_a_server_below_sglangs_own_ram_gets_and_why(facts, s
     (row,) = [row for row in plan.derived if row.key == "sglang_ram_bytes"]
     assert why in row.reason and "buffer_only" in row.reason
     assert row.value == size or (size is None and row.value == plan.values()["ram_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("device", "cpus", "threads"),
+    [
+        ("nvme", 16, 4),
+        ("nvme", 1, 2),
+        ("virtual", 2, 4),
+        ("ebs", 16, 2),
+        ("rotational", 16, 1),
+        (None, 16, 4),
+    ],
+)
+def test_threads(device, cpus, threads):
+    disk = Disk("/kv", device=known(device, "here")) if device else Disk("/kv")
+    assert disk_threads(disk, cpus) == threads

@@ -1,5 +1,6 @@
 """The connector's table of places at which vLLM turns prefix caching off or restricts it: every
-place in the source of every vLLM that is here has a row, and every row names its test."""
+place in the source of every vLLM that is here has a row, and every row names its test. And
+HOOKS.md, whose rows are all of vLLM's hooks."""
 
 import ast
 import functools
@@ -87,3 +88,29 @@ def test_every_row_names_tests_that_there_are():
         for file, name in tests:
             (path,) = (ROOT / "tests").rglob(file)
             assert re.search(rf"^ *def {name}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
+
+
+def hooks(version):
+    tree = ast.parse((vllm_source(version) / BASE).read_text(encoding="utf-8"))
+    (base,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "KVConnectorBase_V1"
+    )
+    return {
+        node.name
+        for node in base.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", sorted(vllm_versions()))
+def test_every_hook_of_vllms_has_a_row(version):
+    page = (ROOT / "connectors/vllm/HOOKS.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert hooks(version) <= told

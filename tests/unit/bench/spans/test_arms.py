@@ -1,4 +1,5 @@
-"""The benchmark of spans without engines: prompts, cache sizes, agreement, sums, files, flags."""
+"""The benchmark of spans without engines: prompts, the user's own too, salts, cache sizes,
+agreement, sums, files, flags."""
 
 import argparse
 import json
@@ -9,12 +10,24 @@ from typing import Any
 import pytest
 
 from kvtier.bench.processes.engine import Geometry
-from kvtier.bench.requests.client import Outcome
+from kvtier.bench.requests.client import Client, Outcome
 from kvtier.bench.spans import run as spans
-from kvtier.bench.spans.arms import ARMS, FULL, RUN, Retrieval, Sizes, server_args, server_env
+from kvtier.bench.spans.arms import (
+    ARMS,
+    FULL,
+    ONE_SERVER,
+    RUN,
+    Question,
+    Retrieval,
+    Sizes,
+    server_args,
+    server_env,
+)
+from kvtier.bench.spans.one_server import Prompts, read
 from kvtier.bench.spans.report import Results, Run, agreement, answers, as_json
 from kvtier.bench.spans.run import add_arguments
 from kvtier.cli.main import main
+from kvtier.core.errors import ConfigError
 
 WORDS = range(100, 2000)
 
@@ -154,3 +167,54 @@ def test_results_have_the_one_form_and_say_why_an_arm_cannot_run(tmp_path, capsy
 def test_flags_that_do_not_go_together_are_an_error_in_words(tmp_path, capsys, given, said):
     assert main(["bench", "spans", *given, "--output-dir", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
+
+
+QUESTIONS = [Question([1, 2], [[3, 4], [5, 6]], [7]), Question([1, 2], [[5, 6], [3, 4]], [8])]
+NOWHERE = Client("http://localhost:1", "m", vllm=True, timeout_s=1)
+
+
+def arm(name):
+    return next(one for one in ONE_SERVER if one.name == name)
+
+
+def test_no_arm_sees_what_another_has_cached():
+    made = Prompts(QUESTIONS, 4)
+    cold, exact = made.asks(arm("none")), made.asks(arm("kvtier"))
+    blended = [ask for k in (0, 16, 64) for ask in made.asks(arm(f"spans-k{k}"))]
+    assert len({ask.salt for ask in cold}) == len(QUESTIONS), "a cold prompt meets no other"
+    assert len({ask.salt for ask in exact}) == 1, "exact prompts meet each other"
+    homes = made.homes(4)
+    assert {ask.salt for ask in blended} == {home.salt for home in homes}
+    assert all(not set("@/\\") & set(ask.salt) for ask in [*cold, *exact, *blended]), (
+        "as vLLM wants"
+    )
+    salts = [{ask.salt for ask in asks} for asks in (cold, exact, blended)]
+    assert sum(map(len, salts)) == len(set.union(*salts))
+    assert all(ask.params == {"kvtier.cache": False} for ask in cold), "nor is it kept"
+    assert [ask.prompt for ask in cold] == [ask.prompt for ask in exact]
+
+
+def test_parts_in_token_ids_are_taken_as_they_are(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_text('{"anchor": [1], "documents": [[2], [3]], "question": [4]}\n\n')
+    assert read(file, NOWHERE) == [Question([1], [[2], [3]], [4])]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected a prompt a line"),
+        ("{no", "line 1: JSON is malformed"),
+        ('{"anchor": [1], "documents": [[2]], "question": [3]}\n{"anchor": [1]}', "line 2: "),
+        ('{"anchor": [1], "documents": [], "question": [3]}', "line 1: a part is empty"),
+        ('{"anchor": [1], "documents": [[]], "question": [3]}', "line 1: a part is empty"),
+        ('{"anchor": [1], "documents": ["x", 7], "question": [3]}', "line 1: Expected"),
+        ('{"anchor": [1], "documents": [[2]], "question": [3], "k": 1}', "unknown field `k`"),
+    ],
+)
+def test_other_lines_are_refused_by_their_number(tmp_path, text, said):
+    file = tmp_path / "prompts"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--prompts") as refused:
+        read(file, NOWHERE)
+    assert said in str(refused.value)

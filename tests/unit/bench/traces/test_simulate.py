@@ -1,13 +1,15 @@
 """The simulator says what the real Store does, and the words of its trace and its command are read
-as promised."""
+as promised. The curve of all sizes is exact, and its knee is enough for a Store."""
 
+import itertools
 import json
 import random
 
 import pytest
 
 from kvtier.bench.traces.commands.simulate import chunks_of
-from kvtier.bench.traces.mooncake import read
+from kvtier.bench.traces.curve import POINT, Curve
+from kvtier.bench.traces.mooncake import Request, read
 from kvtier.bench.traces.simulate import FIXED, Cache, belady, oracle, simulate, unhinted, unique
 from kvtier.cli.main import main
 from kvtier.core.chunk import ChunkKey
@@ -247,3 +249,50 @@ def test_a_size_in_bytes_needs_the_model(tmp_path, capsys):
     assert size("64MiB", 9, 1 << 20) == size("64", 9, 1 << 20) == 64
     with pytest.raises(ConfigError, match="is not a size"):
         size("2.5", 9, 1 << 20)
+
+
+def requests(runs):
+    return [
+        Request(float(at), tuple(ChunkKey(f"{each:040}".encode()) for each in run))
+        for at, run in enumerate(runs)
+    ]
+
+
+def rounds(documents, times, chunks=4):
+    """So many documents, each asked for in turn, so many times."""
+    return [[1000 * each + at for at in range(chunks)] for each in range(documents)] * times
+
+
+def conversations(count, seed):
+    draw, fresh, runs = random.Random(seed), itertools.count(10), list[list[int]]()
+    for _ in range(count):
+        base = draw.choice(runs[-50:]) if runs and draw.random() < 0.7 else [1, 2]
+        keep = draw.randint(1, len(base)) if draw.random() < 0.2 else len(base)
+        runs.append([*base[:keep], *itertools.islice(fresh, draw.randint(1, 8))])
+    return runs
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_it_hits_what_a_store_with_lru_of_each_size_hits(seed):
+    trace = requests(conversations(400, seed))
+    curve = Curve(trace)
+    for slots in (1, 2, 7, 30, 100, 101, 500, curve.largest - 1, curve.largest, 10 * curve.unique):
+        real = simulate(unhinted(trace), Cache(slots, policy="lru"))
+        assert round(curve.ratio(slots) * curve.asked) == real.hits, slots
+    assert curve.ratio(curve.largest - 1) < curve.ratio(curve.largest) == curve.ratio(10**9)
+
+
+def test_documents_that_come_round_have_their_knee_at_the_room_for_all_of_them():
+    curve = Curve(requests(rounds(50, 10)))
+    assert (curve.knee(), curve.enough(10**9), curve.largest) == (200, 200, 200)
+    assert curve.ratio(199) < curve.ratio(200) == pytest.approx(0.9)
+
+
+def test_what_is_enough_is_enough_for_two_tiers_with_the_production_rules():
+    trace = requests(conversations(4000, 5))
+    curve = Curve(trace)
+    ram = curve.enough(curve.knee() // 2)
+    nvme = curve.enough(10**9, ram)
+    real = simulate(unhinted(trace), Cache(ram, nvme))
+    assert nvme > ram
+    assert real.hits / real.asked >= curve.ratio(curve.knee(ram)) - 2 * POINT
