@@ -1,10 +1,8 @@
 """ObjectTier on a real S3 server: every promise of a tier, and its own: sharing, few requests,
 words at the start."""
 
-import http.server
 import logging
 import os
-import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,6 +17,7 @@ from kvtier.testing import check_tier
 from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm
 from tests.child_process import wait_for
 from tests.clock import Clock
+from tests.http_server import answered_by
 from tests.memory_bucket import beside
 from tests.redis_server import RedisServer
 from tests.s3_server import FORM, SECRET, URL, S3Server, operated
@@ -422,31 +421,10 @@ def quick_answers(tier):
 @contextmanager
 def answering(status, body):
     """A server that gives one answer to everything, and the environment that leads there."""
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def answer(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Length", str(0 if self.command == "HEAD" else len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body.encode())
-
-        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with answered_by(lambda exchange: exchange.answer(body.encode(), status)) as url:
         named = S3Server()
-        named.endpoint = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield named.environment
-        finally:
-            server.shutdown()
-            thread.join()
+        named.endpoint = url
+        yield named.environment
 
 
 def test_names_and_keys_are_two_ways_of_one_thing():
