@@ -18,6 +18,7 @@ from tests.admin_server import administered
 from tests.child_process import wait_for
 from tests.integration.test_secrets import secret_file
 from tests.memory_bucket import beside
+from tests.model_configs import MODELS
 from tests.s3_proxy import Answer, S3Proxy
 from tests.s3_server import SECRET, S3Server, moto_python, operated
 from tests.server_process import LAYOUT, SLOT, at_rest, attached, load, run, save
@@ -74,7 +75,7 @@ def test_a_server_that_can_never_use_it_does_not_start(server, tmp_path):
     assert "there is no such bucket; make it, or correct object_url" in done.stderr
 
 
-LARGE = json.loads((ROOT / "tests/data/model_configs.json").read_text())["qwen2.5-72b"]
+LARGE = MODELS["qwen2.5-72b"]
 """On CPUs it is slow to compute, so that a bucket pays."""
 
 

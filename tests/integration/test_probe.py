@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory
+from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Facts, Memory
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus
@@ -28,11 +28,10 @@ from kvtier.tiers.redis.parts import Redis, RedisSection, probe
 from tests.command import ran
 from tests.huge_pages import populated
 from tests.memory_cgroup import entering, memory_cgroup
+from tests.model_configs import MODELS
 from tests.mounts import mounted
 from tests.redis_server import RedisServer
 
-MIB, GIB = 1 << 20, 1 << 30
-MODELS = json.loads((Path(__file__).parents[1] / "data" / "model_configs.json").read_text())
 SMALL = describe(MODELS["qwen2.5-1.5b"], "small")
 ROOMY = Memory(available=known(100 * GIB, "test"), cgroup_headroom=known(UNLIMITED, "test"))
 

@@ -12,9 +12,8 @@ import pytest
 from kvtier.config.keys import KEYS
 from tests.child_process import wait_for
 from tests.command import ROOT, bare, kvtier
+from tests.model_configs import MODELS
 from tests.server_process import ServerProcess, attached, serving
-
-MODELS = json.loads((ROOT / "tests/data/model_configs.json").read_text(encoding="utf-8"))
 
 
 def without(folder, *modules):

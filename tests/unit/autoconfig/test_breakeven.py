@@ -1,9 +1,5 @@
 """Break-even lengths, prefill estimates, and LMI's published table for the p4de.24xlarge."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +13,9 @@ from kvtier.autoconfig.breakeven import (
 )
 from kvtier.autoconfig.model import describe
 from kvtier.load_policy.prefill import PrefillTime
+from tests.model_configs import MODELS
 
 GIB = 1 << 30
-MODELS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
-)
 
 
 def test_a_fast_tier_pays_after_its_latency_and_a_slow_one_never():

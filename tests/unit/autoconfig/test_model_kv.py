@@ -1,18 +1,12 @@
 """KV bytes per token and weights from config.json: the published numbers, one row a model."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from kvtier.autoconfig.model import describe, kv_shape, parameters
 from kvtier.core.errors import ConfigError
+from tests.model_configs import MODELS
 
 KIB = 1024
-MODELS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
-)
 
 PUBLISHED = [
     ("qwen2.5-1.5b", 28 * KIB),

@@ -3,13 +3,12 @@ said."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from kvtier.autoconfig.explain import as_json
-from kvtier.autoconfig.facts import UNLIMITED, Facts, Gpus, Memory, Model, Serving
+from kvtier.autoconfig.facts import GIB, UNLIMITED, Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.model import describe
 from kvtier.autoconfig.plan import make_plan
 from kvtier.core.fact import known, unknown
@@ -17,11 +16,7 @@ from kvtier.extensions.objects.parts import ObjectStore
 from kvtier.load_policy.prefill import Prefill, PrefillTime
 from kvtier.tiers.nvme.disks import Disk, disk_threads
 from kvtier.tiers.redis.parts import Redis
-
-GIB = 1 << 30
-MODELS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
-)
+from tests.model_configs import MODELS
 
 
 def seen(value):

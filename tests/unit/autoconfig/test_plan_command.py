@@ -2,26 +2,20 @@
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from kvtier.autoconfig import command
 from kvtier.autoconfig.explain import table, value_text
-from kvtier.autoconfig.facts import UNLIMITED, Facts, Memory
+from kvtier.autoconfig.facts import GIB, UNLIMITED, Facts, Memory
 from kvtier.autoconfig.plan import make_plan
 from kvtier.config.keys import KEYS
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known
 from kvtier.core.terminal import size_text
-
-GIB = 1 << 30
-MODELS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
-)
+from tests.model_configs import MODELS
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1G", "2 gigs"])

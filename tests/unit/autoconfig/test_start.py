@@ -1,10 +1,7 @@
 """What an engine's start settles before anything is planned."""
 
-import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,11 +21,9 @@ from kvtier.core.pool import Pool
 from kvtier.core.terminal import size_text
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.started import Started
+from tests.model_configs import MODELS
 from tests.s3_server import S3Server, operated
 
-MODELS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "data" / "model_configs.json").read_text()
-)
 NO_DISK = Config().with_keys(nvme_path="/none")
 ROOMY = Memory(available=known(2000 * GIB, "test"), cgroup_headroom=known(1 << 62, "test"))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.autoconfig.explain import summary
-from kvtier.autoconfig.facts import Facts, Gpus, Memory, Model, Serving
+from kvtier.autoconfig.facts import GIB, Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus, read_gpus, shared_memory
 from kvtier.autoconfig.probe.memory import probe_memory
@@ -14,7 +14,6 @@ from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.tiers.nvme.disks import Disk
 
-GIB = 1 << 30
 DRIVER, KFD = "proc/driver/nvidia/gpus/000f:01:00.0", "sys/class/kfd/kfd/topology/nodes"
 JETSON = "NVIDIA Jetson AGX Orin Developer Kit"
 AMD_CPU = "cpu_cores_count 32\nsimd_count 0\ngfx_target_version 0\ndevice_id 0\n"
