@@ -56,11 +56,12 @@ class Two:
         self.request = vllm_request(TOKENS)
         assert self.half.matched(self.request, 0) == (0, False)
 
-    def step(self, computed, more, states, resumed=()):
-        """One step that computes ``more`` tokens."""
+    def step(self, computed, more, states, resumed=(), drafts=()):
+        """One step that computes ``more`` tokens, the last of them for ``drafts``."""
         self.request.num_computed_tokens = computed
         cached = {"num_computed_tokens": [computed], "resumed_req_ids": set(resumed)}
         plan = planned((), {"one": more}, Told(states), req_ids=["one"], **cached)
+        plan.scheduled_spec_decode_tokens = {"one": list(drafts)}
         return self.half.step(plan)
 
 
@@ -71,11 +72,37 @@ def blocks(jobs, place):
     ]
 
 
-def test_a_state_is_saved_from_the_block_in_which_vllm_left_it():
+@pytest.mark.parametrize(
+    ("block", "tokens", "drafts", "kept"),
+    [
+        (STATES[3], 2 * CHUNK, (), [[STATES[3]], []]),
+        (STATES[3], 2 * CHUNK, (7, 8), [[], [STATES[3]]]),
+        (99, 2 * CHUNK, (), [[], []]),
+        (STATES[3], 2 * CHUNK + 8, (), [[], []]),
+    ],
+    ids=["saved", "when drafts are chosen", "its block is another one by now", "inside a chunk"],
+)
+def test_a_state_at_a_chunks_end_is_saved_from_the_block_in_which_vllm_left_it(
+    block, tokens, drafts, kept
+):
     engine = Two()
-    saves = engine.step(0, 2 * CHUNK, [(1, STATES[3], 2 * CHUNK)]).saves
-    assert blocks(saves, 1) == [STATES[3]]
-    assert blocks(saves, 0) == ATTENTION[:4]
+    first = engine.step(0, 3 * CHUNK, [(1, block, tokens)], drafts=drafts).saves
+    assert [blocks(first, 1), blocks(engine.step(3 * CHUNK, 1, []).saves, 1)] == kept
+    assert blocks(first, 0) == ATTENTION[:6]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "loaded"), [(3, [ATTENTION[:6], [STATES[5]]]), (2, [[tables.NULL_BLOCK]])]
+)
+def test_a_hit_of_which_vllm_takes_a_part_is_loaded_into_no_block(chunks, loaded):
+    engine, again = Two(), vllm_request(TOKENS, "again")
+    for job in engine.step(0, 3 * CHUNK, [(1, STATES[5], 3 * CHUNK)]).saves:
+        engine.half.report(metadata.StepReport(done=Counter({job.number: 2})))
+    assert engine.half.matched(again, 0) == (3 * CHUNK, True)
+    given = SimpleNamespace(get_block_ids=lambda: (ATTENTION, STATES))
+    engine.half.allocated(again, given, chunks * CHUNK)
+    (job,) = engine.half.step(planned()).loads
+    assert [move.blocks for move in job.moves] == loaded
 
 
 @pytest.mark.parametrize(("resumed", "kept"), [((), [STATES[3]]), (("one",), [])])
@@ -126,23 +153,16 @@ def test_workers_are_told_of_other_memory_in_the_step_that_saves_into_it(monkeyp
     assert not engine.step(2 * CHUNK, 1, []).renewed, "once"
 
 
-@pytest.mark.parametrize(
-    ("block", "tokens"),
-    [(99, 2 * CHUNK), (STATES[3], 2 * CHUNK + 8)],
-    ids=["its block is another one by now", "inside a chunk"],
-)
-def test_a_state_that_is_not_at_a_chunks_end_or_not_there_any_more_is_not_saved(block, tokens):
-    engine = Two()
-    saves = engine.step(0, 3 * CHUNK, [(1, block, tokens)]).saves
-    assert blocks(saves, 1) == []
-    assert blocks(saves, 0) == ATTENTION[:6]
-
-
 @pytest.mark.parametrize("own", [0, 1])
 def test_a_load_writes_the_blocks_between_vllms_own_and_the_promises_end(own):
-    slots = [(groups.Piece(FULL, 0), 3), (groups.Piece(FULL, 1), 5)]
-    (move,) = tables.loading(GEOMETRY, slots, (ATTENTION, STATES), own * BLOCK, 48)
-    assert (move.slots, move.blocks, move.first) == ([3, 5], ATTENTION[own:3], own)
+    window = groups.Group(1, groups.Kind.WINDOW, BLOCK, 20)
+    geometry = groups.Geometry((FULL, window), CHUNK)
+    slots = [
+        (groups.Piece(group, number), 2 * number) for group in (FULL, window) for number in (0, 1)
+    ]
+    move, last = tables.loading(geometry, slots, (ATTENTION, STATES), own * BLOCK, 48)
+    assert (move.slots, move.blocks, move.first) == ([0, 2], ATTENTION[own:3], own)
+    assert (last.slots, last.blocks, last.first) == ([0, 2], STATES[1:3], 1), "token 29 is needed"
 
 
 # ---- blocks that workers still read --------------------------------------------------------------
