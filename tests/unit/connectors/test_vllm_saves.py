@@ -314,9 +314,13 @@ def test_an_answer_that_its_turn_finds_outside_of_the_step_is_looked_at_in_the_n
     assert blocks(engine.step(4 * CHUNK, 1, []).saves, 0) == ATTENTION[6:8]
 
 
-def test_what_waits_when_a_request_ends_is_forgotten_if_the_model_has_other_weights_by_then():
+@pytest.mark.parametrize("cleared", [False, True])
+def test_what_is_being_saved_at_a_clear_or_when_weights_are_replaced_is_not_found(cleared):
     engine = Answering()
     engine.half.finished(engine.request, (ATTENTION, []))
-    engine.half.report(metadata.StepReport(replacements=Counter({0: 1})))
+    if cleared:
+        engine.half.clear()
+    else:
+        engine.half.report(metadata.StepReport(replacements=Counter({0: 1})))
     (job,) = engine.idle().ended_saves
     assert engine.saved(job) == [0, 0]

@@ -455,7 +455,7 @@ def test_a_request_whose_load_failed_is_promised_nothing_that_others_have_saved_
     bench.hold(request.all_token_ids[:-1], read_s=0.0, ready=3)
     bench.granted(request, bench.waits_until_idle(request) or 0)
     bench.half.report(StepReport(failed=Counter(bench.half._pending.keys())))
-    bench.served(prompt(3, "other"))
+    assert bench.served(prompt(3, "other")) == {"loaded_ram": 3, "missed_forgotten": 3}
     assert bench.matched(request) == 0
     assert bench.matched(prompt(3, "again")) == 3 * CHUNK
 
