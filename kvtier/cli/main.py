@@ -86,7 +86,7 @@ COMMANDS = {
         "bench.traces.commands.replay",
         "send recorded requests to a running server, with real bytes",
     ),
-    "stats": Subcommand("cli.operate:StatsCommand", "what a server holds and does"),
+    "stats": Subcommand("cli.top:StatsCommand", "what a server holds and does"),
     "top": Subcommand(
         "cli.top", "what a server holds and does, as it changes, drawn in the terminal"
     ),

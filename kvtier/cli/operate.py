@@ -1,4 +1,4 @@
-"""``kvtier stats``, ``kvtier clear`` and ``kvtier token``: a server's admin interface, asked."""
+"""A server's admin interface, asked; ``kvtier clear`` and ``kvtier token``."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ import http.client
 import secrets
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from kvtier.admin.forms import JSON, Cleared, InvalidateAll, Problem
-from kvtier.admin.status import SizeClassStatus, Stats, TierStatus
 from kvtier.client.connect import client_tls, long_enough, read_token
 from kvtier.config.load import load, typed
 from kvtier.core.deadline import exchange
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.secret_files import read_secret
-from kvtier.core.terminal import size_text, table
+from kvtier.core.terminal import size_text
 from kvtier.protocol import admin_proof
 from kvtier.tiers.nvme.check import discard, tier_folders
 from kvtier.tiers.nvme.disks import probe_disk
@@ -122,32 +120,11 @@ class Surface:
 
 
 _TOKEN_BYTES = 4096
-_NOTHING_POINTS = 0.1
-"""Points of hits below which a difference is not told."""
-_HEADS = (
-    *("tier", "held", "fill", "loads", "stores", "read", "written"),
-    *("missed", "refused", "failed", "corrupt", "queue"),
-)
 _UNSEARCHED = (
     "not searched to the end, or chunks have no owner there (the server's log says how many): "
     "what this server does not know of may be left there; --everything searches it"
 )
 """Reason told for a shared tier that may still have chunks."""
-
-
-class StatsCommand:
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        Surface.add_arguments(parser)
-        parser.add_argument(
-            "--json", action="store_true", help="print the document of /v1/stats on one line"
-        )
-
-    @staticmethod
-    def run(arguments: argparse.Namespace) -> int:
-        now = Surface(arguments).ask("/v1/stats", Stats)
-        print(msgspec.json.encode(now).decode() if arguments.json else screen(now))
-        return 0
 
 
 class ClearCommand:
@@ -235,134 +212,3 @@ def _cleared(done: Cleared) -> str:
         why = "in use by another process" if place.startswith("/") else _UNSEARCHED
         lines.append(f"{place}: {why}")
     return "\n".join(lines)
-
-
-def screen(now: Stats) -> str:
-    there = now.connections
-    state = "ready" if now.ready else "NOT READY"
-    memory = f"memory {size_text(now.memory.process)} + pools {size_text(now.memory.pools)}"
-    open_ = f"connections {there.open} open, {there.lingering} lingering, {there.leases} leases"
-    past = f"{there.accepted} accepted, {there.rejected} rejected, {there.dropped} dropped"
-    lines = [
-        f"kvtier {now.version}  {state}  up {_duration(now.uptime_s)}  {memory}",
-        f"{open_}; so far {past}",
-    ]
-    lines += [f"TROUBLE: {words}" for words in now.trouble]
-    for size_class in now.size_classes:
-        lines += ["", *_size_class_lines(size_class)]
-    if not now.size_classes:
-        lines += ["", "no engine has come yet"]
-    return "\n".join(lines)
-
-
-def _size_class_lines(size_class: SizeClassStatus) -> Iterator[str]:
-    yield (
-        f"chunks of {size_text(size_class.slot_bytes)}: {_hits(size_class)}, "
-        f"{size_class.namespaces} namespaces, "
-        f"slots {size_class.free} free, {size_class.filling} filling, {size_class.pinned} pinned"
-    )
-    yield from saved_compute(size_class)
-    yield from _misses(size_class)
-    yield from what_if(size_class)
-    yield from table(_HEADS, [*map(_tier, size_class.tiers)], numbers=range(1, len(_HEADS)))
-
-
-def what_if(size_class: SizeClassStatus) -> Iterator[str]:
-    """Yield lines: hits of other sizes, the policy's setting that rules, hits of the others."""
-    for tier in size_class.tiers:
-        if any(tier.what_if.values()):
-            yield _other_sizes(tier, tier.capacity * size_class.slot_bytes)
-    hits, asked = size_class.policy_hits, size_class.policy_asked
-    if asked and size_class.policy in hits:
-        saved = size_class.policy_saved
-        others = ", ".join(
-            f"{name} {100 * (count - hits[size_class.policy]) / asked:+.1f}"
-            f" ({saved[name] / (saved[size_class.policy] or 1):.2f} x)"
-            for name, count in sorted(hits.items(), key=lambda item: -item[1])
-            if name != size_class.policy
-        )
-        rules = f"{hits[size_class.policy] / asked:.1%} of all {asked:,} chunks of prompts"
-        yield (
-            f"policy: {size_class.policy} rules, {rules} in RAM, vLLM's own hits among them; the "
-            f"others, in points (and saved compute): {others}"
-        )
-
-
-def _other_sizes(tier: TierStatus, size: int) -> str:
-    """Write ``ram of 64 GiB: +64 GiB = +7.0 points``, more first, if a size changes anything."""
-    ratios = {float(scale): 100 * ratio for scale, ratio in tier.what_if.items()}
-    most = max(ratios.values())
-    enough = min(scale for scale, ratio in ratios.items() if most - ratio < _NOTHING_POINTS)
-    said = [
-        f"{'-' if scale < 1 else '+'}{size_text(abs(scale - 1) * size)} = "
-        f"{ratio - ratios[1]:+.1f} points"
-        for scale, ratio in sorted(ratios.items(), key=lambda one: (one[0] < 1, one[0]))
-        if abs(ratio - ratios[1]) >= _NOTHING_POINTS and scale <= max(1, enough)
-    ]
-    if enough < max(ratios):
-        said.append(f"beyond {size_text(enough * size)} it adds nothing")
-    error = f", give or take {100 * tier.what_if_error:.1f}" if tier.what_if_error else ""
-    return (
-        f"{tier.tier} of {size_text(size)} under LRU, vLLM's own hits among them: "
-        f"{'; '.join(said) or 'no other size changes it'}{error}"
-    )
-
-
-def _tier(tier: TierStatus) -> list[str]:
-    moved = (size_text(count) for count in (tier.bytes_read, tier.bytes_written))
-    return [
-        tier_name(tier),
-        f"{tier.held:,}",
-        f"{tier.held / tier.capacity:.0%}" if tier.capacity else "-",
-        *(f"{count:,}" for count in (tier.loads, tier.stores)),
-        *(moved if tier.lane else ("-", "-")),
-        *(f"{count:,}" for count in (tier.misses, tier.refused, tier.failed, tier.corrupt)),
-        queued(tier),
-    ]
-
-
-def tier_name(tier: TierStatus) -> str:
-    return f"{tier.tier} AWAY" if tier.open_breakers else tier.tier
-
-
-def queued(tier: TierStatus) -> str:
-    return f"{tier.lane.queued_reads}+{tier.lane.queued_writes}" if tier.lane else "-"
-
-
-def _hits(size_class: SizeClassStatus) -> str:
-    if not size_class.asked:
-        return "no chunk asked for"
-    part = sum(tier.loads for tier in size_class.tiers) / size_class.asked
-    return f"{part:.1%} of {size_class.asked:,} chunks asked for were hits"
-
-
-def saved_compute(size_class: SizeClassStatus) -> Iterator[str]:
-    if size_class.asked_compute:
-        tokens = sum(tier.hit_tokens for tier in size_class.tiers)
-        yield (
-            f"saved compute: {size_class.saved_compute / size_class.asked_compute:.1%} of the "
-            f"prefill, by {tokens / size_class.asked_tokens:.1%} of the tokens asked for"
-        )
-
-
-def _misses(size_class: SizeClassStatus) -> Iterator[str]:
-    """Yield why chunks were computed, the most common first, the audit's finds, and zero hits."""
-    counts = Counter(size_class.missed) + Counter(size_class.declined)
-    if counts:
-        whole = counts.total()
-        yield "computed: " + ", ".join(
-            f"{count / whole:.0%} {reason}" for reason, count in counts.most_common()
-        )
-    if size_class.audited:
-        yield (
-            f"audit: {size_class.audited:,} chunks compared, {size_class.audit_mismatches:,} had "
-            "other bytes"
-        )
-    if size_class.zero_hits:
-        yield f"NO HITS: {size_class.zero_hits}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, left = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}"

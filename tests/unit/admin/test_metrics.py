@@ -13,14 +13,12 @@ import pytest
 import yaml
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 
 from kvtier.admin import forms, prometheus, status
 from kvtier.admin import http as admin
 from kvtier.admin.places import bind
 from kvtier.admin.status import EVERY_S, History
-from kvtier.cli import operate
-from kvtier.cli.top import Look, Screen
+from kvtier.cli.top import Look, screen
 from kvtier.core.lanes import Lane
 from kvtier.core.lookup import Served as CoreServed
 from kvtier.core.pool import Pool
@@ -143,9 +141,9 @@ def test_the_document_the_metrics_and_the_screen_say_what_happened(served):
     assert (shown["kvtier_asked_chunks_total",], shown["kvtier_slots", "ready"]) == (4, 2)
     assert shown["kvtier_connection_events_total", "dropped"] == 1
     assert (shown["kvtier_leases",], shown["kvtier_lane_queued", "writes", "nvme"]) == (3, 0)
-    screen = operate.screen(stats)
-    assert "75.0% of 4 chunks asked for were hits" in screen
-    assert re.search(r"^nvme +4 ", screen, re.MULTILINE)
+    frame = screen(Look(stats))
+    assert "75.0% of 4 chunks asked for were hits" in frame
+    assert re.search(r"^nvme +4 ", frame, re.MULTILINE)
     assert stats.connections == status.ConnectionStatus(1, 1, 3, 3, 0, 1, 0)
     (size_class,) = stats.size_classes
     found = (size_class.slot_bytes, size_class.slots, size_class.asked, size_class.namespaces)
@@ -170,7 +168,7 @@ def test_what_was_not_there_is_counted_by_reason(served):
     assert shown["kvtier_missed_chunks_total", "cold"] == 1
     assert shown["kvtier_missed_chunks_total", "forgotten"] == 2
     assert shown["kvtier_declined_chunks_total", "slower"] == 1
-    assert "computed: 50% forgotten, 25% cold, 25% slower" in operate.screen(status.read(served))
+    assert "computed: 50% forgotten, 25% cold, 25% slower" in screen(Look(status.read(served)))
 
 
 def test_each_of_several_disks_has_its_counts_and_one_that_fails_is_named(on_two_disks, tmp_path):
@@ -197,12 +195,7 @@ def test_each_of_several_disks_has_its_counts_and_one_that_fails_is_named(on_two
         assert sum(parts) == shown[f"kvtier_{what}_bytes_total", "nvme"] and min(parts) > 0
     (said,) = report.trouble
     assert f"{bad} (its reads or writes fail" in said and "disk1" not in said
-    assert f"TROUBLE: {said}" in operate.screen(report)
-    screen, console = Screen(), Console(width=400)
-    screen.add(Look(report, None, []))
-    with console.capture() as captured:
-        console.print(screen.frame(400))
-    assert f"TROUBLE: {said}" in captured.get()
+    assert f"TROUBLE: {said}" in screen(Look(report))
     on_disk = report.size_classes[0].tiers[1].disks
     assert [(one.disk, one.away) for one in on_disk] == [(str(bad), True), (on_disk[1].disk, False)]
 
@@ -213,7 +206,7 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path):
     spare.run()
     served.size_classes = SizeClasses(lambda size: store, lambda call: call())
     served.size_class()
-    assert "under LRU" not in operate.screen(status.read(served)), "nothing was asked for yet"
+    assert "under LRU" not in screen(Look(status.read(served))), "nothing was asked for yet"
     for _ in range(3):
         for token in range(12):
             store.load(keys(token)).close()
@@ -230,14 +223,14 @@ def test_what_other_sizes_and_policies_would_hit_is_shown(tmp_path):
     assert rules == (1, 0)
     assert shown["kvtier_policy_hit_chunks_total", "lru"] == 0
     assert shown["kvtier_policy_saved_chunks_total", "lru"] == 0
-    screen = operate.screen(status.read(served))
+    frame = screen(Look(status.read(served)))
     assert (
         "ram of 32 KiB under LRU, vLLM's own hits among them: +32 KiB = +66.7 points; "
-        "beyond 64 KiB it adds nothing\n" in screen
+        "beyond 64 KiB it adds nothing\n" in frame
     )
     assert (
         "policy: lru rules, 0.0% of all 36 chunks of prompts in RAM, vLLM's own hits among them; "
-        "the others, in points (and saved compute): keep90_4x +0.0 (0.00 x), keep" in screen
+        "the others, in points (and saved compute): keep90_4x +0.0 (0.00 x), keep" in frame
     )
     served.size_classes.close(10.0)
 
@@ -274,7 +267,7 @@ def test_the_models_that_came_last_are_named(served, engines, models):
 
 def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served):
     store = used(served)
-    assert "saved compute" not in operate.screen(status.read(served)), "no prompt got its blocks"
+    assert "saved compute -" in screen(Look(status.read(served))), "no prompt got its blocks"
     early, late = 5000, 30_500  # the second follows as many tokens that the engine has
     store.served(CoreServed(early, {"ram": early}, keys(9), 10))
     store.served(CoreServed(late, {}, keys(9), 10, late))
@@ -284,8 +277,8 @@ def test_a_late_hit_saves_more_compute_than_an_early_one_and_all_say_it(served):
     assert asked - saved == pytest.approx(late + late * 1.5, abs=1), (
         "each takes 2 to 3 times as long"
     )
-    screen = operate.screen(status.read(served))
-    assert "saved compute: 6.6% of the prefill, by 14.1% of the tokens asked for" in screen
+    frame = screen(Look(status.read(served)))
+    assert "hit rate 14.1% of 35,500 tokens" in frame and "saved compute 6.6%" in frame
 
 
 def test_a_server_that_never_hits_says_why_everywhere(served, caplog):
@@ -305,7 +298,7 @@ def test_a_server_that_never_hits_says_why_everywhere(served, caplog):
         "0 of 4,000 chunks asked for were hits in 10 min: 100% cold: never seen before"
     )
     assert samples(status.read(served))["kvtier_zero_hits",] == 1
-    assert f"NO HITS: {said}" in operate.screen(status.read(served))
+    assert f"NO HITS: {said}" in screen(Look(status.read(served)))
     assert load(size_class.store, keys(1)) == 1
     size_class.check_hits()
     assert samples(status.read(served))["kvtier_zero_hits",] == 0
