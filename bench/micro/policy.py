@@ -25,7 +25,7 @@ from kvtier.bench.traces.simulate import Cache, simulate, unhinted, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.order import PolicyOf
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
 from kvtier.store.observers.follower import Follower
@@ -119,7 +119,7 @@ def rows_of(given: argparse.Namespace) -> list[Row]:
     trace = chats(CHUNKS)
     lru, kept, background = least(
         given.rounds,
-        lambda: locked(trace, LRU),
+        lambda: locked(trace, Segments),
         lambda: locked(trace, lambda room: Segments(room, SETTINGS[1])),
         lambda: followed(trace),
     )

@@ -22,7 +22,7 @@ from kvtier.core.lookup import Asker
 from kvtier.core.steps import PIECE_CHUNKS, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
-from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.order import PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.eviction.sessions import Sessions
@@ -113,7 +113,7 @@ class Cache:
         compute: SavedCompute = TYPICAL,
     ) -> None:
         adaptive = None if policy in FIXED else Adaptive(compute)
-        order: PolicyOf = LRU
+        order: PolicyOf = Segments
         if adaptive is not None:
             order = adaptive
         elif policy != "lru":

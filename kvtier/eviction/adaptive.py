@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import PIECE_CHUNKS, Steps
 from kvtier.eviction.kept import KEEP_PART
-from kvtier.eviction.order import LRU, PolicyOf
+from kvtier.eviction.order import PolicyOf
 from kvtier.eviction.saved_compute import SavedCompute
 from kvtier.eviction.segments import Segments
 from kvtier.eviction.shadows import Shadows
@@ -38,7 +38,7 @@ class Exclusive(Segments):
     more different chunks. ``ram`` is the order of the RAM above it, which the same lock guards."""
 
     def __init__(self, room: int, ram: Segments) -> None:
-        super().__init__(room)
+        super().__init__(room, adapts=True)
         self._ram = ram
         self._twice: OrderedDict[ChunkKey, None] = OrderedDict()
         """Chunks that RAM kept when their prompt was stored, the latest last."""
@@ -129,7 +129,7 @@ class Adaptive:
         """Live orders with their shadows. RAM's is the first."""
 
     def __call__(self, room: int) -> Segments:
-        return self._adapting(Segments(room))
+        return self._adapting(Segments(room, adapts=True))
 
     def on_evict(self, room: int) -> Segments:
         """Make the order of a tier that is written when RAM drops a chunk."""
@@ -180,10 +180,10 @@ class Adaptive:
 
 
 class Orders(NamedTuple):
-    ram: PolicyOf = LRU
-    lower: PolicyOf = LRU
+    ram: PolicyOf = Segments
+    lower: PolicyOf = Segments
     """Policy of each lower tier that is written when a chunk is saved."""
-    on_evict: PolicyOf = LRU
+    on_evict: PolicyOf = Segments
     """Policy of each lower tier that is written when RAM drops a chunk."""
     adaptive: Adaptive | None = None
     """Maker of RAM's policy, if it adapts: it is told of each prompt."""

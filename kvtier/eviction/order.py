@@ -1,157 +1,44 @@
 """The order in which chunks leave a place. Pure: only keys and their order. No sizes, no places, no
 clock and no lock.
 
-A :class:`Policy` decides what leaves first. :class:`Owned` is what places have: a policy's order,
-owners, and what is kept by hints.
-
-The order is leaf-first. Policies get that for free, because they move a run from its end to its
-beginning: the root is always the most recently used chunk of its run.
-
-A policy is told two differences that are easily missed. A prompt asked for a chunk (``used``), or
-the chunk was only stored or let go (``ordered``). A chunk left to make room and may come back
-(``evicted``), or it is unwanted (``discard``). A pinned chunk stays known and keeps what the policy
-remembers of it: the Directory passes it over.
+A policy (:class:`~kvtier.eviction.segments.Segments`) decides what leaves first. :class:`Owned` is
+what places have: a policy's order, owners, and what is kept by hints. A pinned chunk stays known
+and keeps what the policy remembers of it: the Directory passes it over.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.kept import Kept, Released
+from kvtier.eviction.segments import Segments
 
 _MOST_OWNERS = 8192
 """Number of owners at which their shared number objects are collected anew."""
-
-
-class Policy(Protocol):
-    """Order in which keys leave. Not thread-safe: the owner's lock guards it."""
-
-    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
-        """Add chunks of ``run``, which are held from now on, or still. Each becomes the hottest of
-        its kind, the last one last, and belongs to ``owner``."""
-
-    def owner(self, key: ChunkKey) -> int:
-        """Return the owner of ``key``, 0 also for an unknown key."""
-
-    def used(self, run: Sequence[ChunkKey]) -> None:
-        """Note that a prompt asked for this run, first chunk first. Unknown keys are ignored."""
-
-    def ordered(self, run: Sequence[ChunkKey]) -> None:
-        """Make the run hot again, its end coldest: it was stored, or a reader let go of it. That
-        does not count as a use, because every prompt is stored in several steps. Unknown keys are
-        ignored."""
-
-    def evicted(self, run: Sequence[ChunkKey]) -> None:
-        """Note that chunks of ``run`` left to make room, in this order. Forget that they are held,
-        and remember what helps if they come back."""
-
-    def discard(self, key: ChunkKey) -> None:
-        """Forget all about ``key``, which is unwanted or was lost. Unknown keys are ignored."""
-
-    def coldest(self) -> ChunkKey | None:
-        """Return the key to let go first, or None. It stays known until evicted or discarded."""
-
-    def keeps(self, key: ChunkKey) -> bool:
-        """Return whether ``key`` is held, and came back often enough to stay longer."""
-
-    def cool(self, run: Sequence[ChunkKey]) -> None:
-        """Let the run leave before all others, its end first. Unknown keys are ignored."""
-
-    def resize(self, room: int) -> None:
-        """Set the capacity, in chunks."""
-
-    def __contains__(self, key: object) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[ChunkKey]:
-        """Iterate over the keys, coldest first."""
-
-
-PolicyOf = Callable[[int], Policy]
+PolicyOf = Callable[[int], Segments]
 """Maker of a policy for a place with room for this many chunks. All chunks of a place have the same
 size, so every quantity is counted in chunks."""
 
 
-class LRU:
-    """Order in which the least recently used key leaves first.
-
-    An OrderedDict (key -> owner) and not a dict: taking the front of a dict walks over the places
-    of all deleted keys (40 times slower at 100,000 keys)."""
-
-    __slots__ = ("_order",)
-
-    def __init__(self, room: int = 0) -> None:
-        self._order: OrderedDict[ChunkKey, int] = OrderedDict()
-
-    def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
-        order = self._order
-        for key in run:
-            if key in order:  # a new key is the hottest without a move
-                order.move_to_end(key)
-            order[key] = owner
-
-    def owner(self, key: ChunkKey) -> int:
-        return self._order.get(key, 0)
-
-    def used(self, run: Sequence[ChunkKey]) -> None:
-        order = self._order
-        for key in reversed(run):
-            if key in order:
-                order.move_to_end(key)
-
-    ordered = used
-
-    def evicted(self, run: Sequence[ChunkKey]) -> None:
-        for key in run:
-            self._order.pop(key, None)
-
-    def discard(self, key: ChunkKey) -> None:
-        self._order.pop(key, None)
-
-    def cool(self, run: Sequence[ChunkKey]) -> None:
-        for key in run:
-            if key in self._order:
-                self._order.move_to_end(key, last=False)
-
-    def resize(self, room: int) -> None: ...
-
-    def coldest(self) -> ChunkKey | None:
-        return next(iter(self._order), None)
-
-    def keeps(self, key: ChunkKey) -> bool:
-        return False  # to this order all are alike
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[ChunkKey]:
-        return iter(self._order)
-
-
 class Owned:
-    """A Policy's order in which every key has an owner (:mod:`kvtier.core.tenant`), and in which
+    """A policy's order in which every key has an owner (:mod:`kvtier.core.tenant`), and in which
     what is kept leaves after all else, whatever the policy is. The owner 0 means no owner.
 
     With ``split`` there is also an order for each owner, so that :meth:`coldest` and :meth:`count`
     can answer for one owner. That costs memory, so only places where owners have quotas use it. An
     owner's own order is LRU, because only all keys of a place together are enough to learn from."""
 
-    def __init__(self, policy: Policy, split: bool, kept: Kept) -> None:
+    def __init__(self, policy: Segments, split: bool, kept: Kept) -> None:
         self._all = policy
         self.kept = kept
         self._stays = kept.stays
         self._once: dict[int, int] = {}
         """Owner -> the same number, as one object for all its keys: saves 44 bytes a key."""
         self._split = split
-        self._parts: defaultdict[int, LRU] = defaultdict(LRU)
+        self._parts: defaultdict[int, Segments] = defaultdict(Segments)
 
     def add(self, run: Sequence[ChunkKey], owner: int = 0) -> None:
         if self._stays:

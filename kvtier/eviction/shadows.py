@@ -31,10 +31,6 @@ class Shadow(Segments):
         self.hits = self.saved = self.score = 0.0
         """Chunks hit, the compute that they saved, and a sum of the latter that fades."""
 
-    def _weigh(self) -> None:
-        super()._weigh()
-        self._most = self._known_for  # its setting never changes
-
     def serving(self, run: Sequence[ChunkKey]) -> Steps[int]:
         """Serve a prompt that asks for ``run``, after which all of it is stored, in pieces. Returns
         the number of leading chunks that were held."""

@@ -12,7 +12,7 @@ free again. A chunk may become ABSENT while a pin on it is left (a reader, a wai
 progress). Then the entry is GONE: it can no longer be found, and its slot returns to the
 free list with the last pin. So a slot is never reused under a reader.
 
-The Directory also knows which tiers hold a chunk. Each tier has one Policy, whose keys are what the
+The Directory also knows which tiers hold a chunk. Each tier has one order, whose keys are what the
 tier holds or is being given.
 
 Rules (``check`` asserts them):
@@ -48,7 +48,8 @@ from kvtier.core.errors import StateError
 from kvtier.core.lookup import RAM_PLACE
 from kvtier.core.tenant import may
 from kvtier.eviction.kept import KEEP_PART, Kept
-from kvtier.eviction.order import LRU, Owned, PolicyOf
+from kvtier.eviction.order import Owned, PolicyOf
+from kvtier.eviction.segments import Segments
 from kvtier.store.entry import FILLING, GONE, READY, Entry, State
 from kvtier.store.observer import Left, Observers
 from kvtier.store.quota import Quota
@@ -82,7 +83,7 @@ class Directory:
         self,
         slots: int,
         capacities: Sequence[int] = (),
-        policy: PolicyOf = LRU,
+        policy: PolicyOf = Segments,
         share: float | None = None,
         *,
         lower: Sequence[PolicyOf] = (),

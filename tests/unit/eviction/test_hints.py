@@ -2,6 +2,7 @@
 written below."""
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import example, given
@@ -22,7 +23,6 @@ from kvtier.eviction.hints import (
     with_salt,
     without_salt,
 )
-from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.protocol import wire
 from kvtier.store.lower.lower_tier import TierSpec
@@ -33,6 +33,7 @@ from tests.clock import Clock
 from tests.stores import SLOT, keys
 
 OVER = Hint(over=True)
+KEEPING = partial(Segments, setting=SETTINGS[1])
 
 
 class Cache:
@@ -71,7 +72,7 @@ class Cache:
         return {key for key in self.store.every_key() if self.store.lookup([key]).ready}
 
 
-@pytest.mark.parametrize("policy", [LRU, Segments])
+@pytest.mark.parametrize("policy", [Segments, KEEPING])
 def test_a_session_that_is_over_leaves_first_end_first_and_is_not_written(policy):
     cache = Cache(8, policy)
     old, ended = keys(1, 2), keys(5, 6, 7)
@@ -161,7 +162,7 @@ def test_wrong_hints_of_one_client_change_nothing_for_another():
     assert not cache.in_ram & {*ended} and not set(cache.tier.held) & {*ended}
 
 
-@pytest.mark.parametrize("policy", [LRU, Segments])
+@pytest.mark.parametrize("policy", [Segments, KEEPING])
 def test_what_is_kept_outlives_what_came_later_until_its_time_is_over(policy):
     cache = Cache(6, policy)
     run = keys(1, 2, 3)
@@ -238,15 +239,15 @@ PROMPTS = st.sampled_from(
         ),
         max_size=60,
     ),
-    st.sampled_from(
-        [LRU, *(lambda room, each=each: Segments(room, each) for each in SETTINGS), None]
-    ),
+    st.sampled_from([*(partial(Segments, setting=each) for each in SETTINGS), None]),
 )
-@example([("load", (0,)), ("over", (0,)), ("save", (0,)), ("turn", (0,))], LRU)
-@example([("load", (0, 0)), ("load", (0,)), ("save", (0, 0)), ("over", (0,)), ("turn", (0,))], LRU)
+@example([("load", (0,)), ("over", (0,)), ("save", (0,)), ("turn", (0,))], Segments)
+@example(
+    [("load", (0, 0)), ("load", (0,)), ("save", (0, 0)), ("over", (0,)), ("turn", (0,))], Segments
+)
 def test_a_mark_never_outlives_a_later_use(steps, policy):
     adaptive = Adaptive() if policy is None else None
-    cache = Cache(5, policy or LRU, below=3, adaptive=adaptive)
+    cache = Cache(5, policy or Segments, below=3, adaptive=adaptive)
     touched: dict[ChunkKey, int] = {}
     hinted: dict[int, int] = {}
     """When each session was over: the ends of its earlier prompts are over with it."""

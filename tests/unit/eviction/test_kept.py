@@ -1,6 +1,8 @@
 """What is kept by hints: at most a part of each place for each tenant, in lower tiers too, and the
 part is configured."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +13,8 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.kept import Kept
-from kvtier.eviction.order import LRU, Owned
-from kvtier.eviction.segments import Segments
+from kvtier.eviction.order import Owned
+from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
 from kvtier.testing import DictTier
 from tests.stores import SLOT, assembled, filled, keys, over, save
@@ -236,7 +238,10 @@ class Model:
 
 
 @given(
-    STEPS, st.sampled_from([LRU, Segments]), st.booleans(), st.sampled_from([0.1, 0.5, 0.9, 1.0])
+    STEPS,
+    st.sampled_from([Segments, partial(Segments, setting=SETTINGS[1])]),
+    st.booleans(),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
 )
 def test_no_owner_ever_keeps_more_than_its_part_and_no_key_is_lost(steps, policy, split, part):
     model = Model(Owned(policy(12), split, Kept(12, part)))

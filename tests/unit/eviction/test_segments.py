@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import whole
-from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
 from kvtier.eviction.shadows import Shadow
 from kvtier.store.directory import Directory
@@ -38,12 +37,17 @@ def do(policy, step, run):
 
 @given(STEPS)
 def test_the_first_setting_is_lru(steps):
-    lru, segments = LRU(6), Segments(6)
+    lru, segments = list[ChunkKey](), Segments(6)
     for step, run in steps:
-        do(lru, step, run)
         do(segments, step, run)
-        assert list(lru) == list(segments)
-        assert [lru.owner(key) for key in KEYS] == [segments.owner(key) for key in KEYS]
+        if step == "evicted":
+            del lru[:1]
+        else:
+            moved = run[:1] if step in ("add", "discard") else [key for key in run if key in lru]
+            lru = [key for key in lru if key not in moved]
+            lru += moved[::-1] if step != "discard" else []
+        assert list(segments) == lru and not segments._ghosts
+        assert [segments.owner(key) for key in KEYS] == [7 * (key in lru) for key in KEYS]
 
 
 @given(

@@ -8,7 +8,7 @@ from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import PIECE_CHUNKS
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import Hint
-from kvtier.eviction.order import LRU
+from kvtier.eviction.segments import Segments
 from kvtier.store.directory import Directory
 from kvtier.store.observers.follower import Follower
 from tests.clock import Clock
@@ -56,7 +56,7 @@ class Place:
 
     def __init__(self, room):
         self.watch, self.adaptive = Watch(), Adaptive()
-        self.directory = Directory(room, (4 * room,), self.adaptive, lower=(LRU,))
+        self.directory = Directory(room, (4 * room,), self.adaptive, lower=(Segments,))
         rooms = {"ram": room, "nvme": 4 * room}
         self.follower = Follower(self.directory, self.watch, self.adaptive, Clock(), rooms)
 

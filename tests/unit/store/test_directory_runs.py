@@ -7,7 +7,6 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
-from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
@@ -111,7 +110,7 @@ class Place:
 
 @pytest.mark.parametrize("share", [None, 0.4], ids=["no quotas", "quotas"])
 @pytest.mark.parametrize(
-    "policy", [LRU, partial(Segments, setting=SETTINGS[1])], ids=["lru", "segments"]
+    "policy", [Segments, partial(Segments, setting=SETTINGS[1])], ids=["lru", "segments"]
 )
 def test_a_run_has_the_effect_of_its_chunks_one_after_the_other(policy, share):
     refused = passed_over = 0
@@ -166,7 +165,7 @@ def test_an_owner_of_whose_run_nothing_is_left_has_no_order_of_its_own():
     directory.check(idle=True)
 
 
-class Looked(LRU):
+class Looked(Segments):
     """Counts the keys that are looked at."""
 
     count = 0

@@ -17,7 +17,6 @@ from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Exclusive
-from kvtier.eviction.order import LRU
 from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.server.registry import SizeClass
 from kvtier.started import Started
@@ -190,7 +189,7 @@ def test_a_restart_of_real_files_is_warm(tmp_path, disks):
         ("ram:\n  policy: auto\nnvme:\n  write_limit: 2TiB\n", Exclusive),
         ("nvme:\n  write_limit: 2TiB\n", Exclusive),
         ("ram:\n  policy: auto\n", Segments),
-        ("ram:\n  policy: lru\nnvme:\n  write_limit: 2TiB\n", LRU),
+        ("ram:\n  policy: lru\nnvme:\n  write_limit: 2TiB\n", Segments),
     ],
 )
 def test_by_the_words_of_the_page_only_auto_with_a_limit_lets_copies_leave_early(

@@ -1,7 +1,7 @@
 """What one tier holds, by itself: what it tells its observers, and whose chunks count."""
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.order import LRU
+from kvtier.eviction.segments import Segments
 from kvtier.store.observer import Left, Observer, Observers
 from kvtier.store.tier_index import TierIndex
 
@@ -24,7 +24,7 @@ class Seen(Observer):
 
 
 def index(seen=None, capacity=4):
-    return TierIndex(PLACE, capacity, LRU, 0.5, Observers(*[seen] if seen else ()))
+    return TierIndex(PLACE, capacity, Segments, 0.5, Observers(*[seen] if seen else ()))
 
 
 def test_it_tells_what_came_what_left_and_how_and_what_a_read_did_not_find():
