@@ -19,7 +19,7 @@ FORK.set_forkserver_preload(
         "aiofiles.os",
         "kvtier.tiers.nvme.chunk_folder",
         "kvtier.tiers.redis.tier",
-        "kvtier.cli.check",
+        "kvtier.cli.operate",
         "tests.trust.victims",
     ]
 )

@@ -8,22 +8,21 @@ import logging
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import kvtier
 from kvtier.autoconfig.facts import UNLIMITED, Gpus
 from kvtier.autoconfig.model import usual
-from kvtier.autoconfig.probe.gpus import probe_gpus
+from kvtier.autoconfig.probe.gpus import probe_gpus, shared_memory
 from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.autoconfig.probe.model import probe_model
-from kvtier.cli.checks import configuration
-from kvtier.cli.checks.engine import check_command, check_engine
+from kvtier.cli import checks, sglang_command, vllm_command
 from kvtier.cli.key_flags import add_key_flags, given_keys
-from kvtier.cli.sglang_command import is_sglang
 from kvtier.config.keys import Config
-from kvtier.config.load import load
+from kvtier.config.load import load, replaces_lmcache
 from kvtier.core.errors import ConfigError
+from kvtier.core.processes import environment
 from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
 from kvtier.started import Started, in_reserved_pages, ram_room
@@ -121,6 +120,35 @@ def _shm() -> Finding:
     return Finding("shm", "warn", seen, do)
 
 
+def check_command(words: Sequence[str]) -> Iterator[Finding]:
+    """Check that LMI's options and the command keep kvtier's connector, or storage for SGLang."""
+    env, vllm = environment(), list(words[1:] if words[:1] == ["--"] else words)
+    try:
+        vllm_command.refuse_own_offloading(env)
+        if not vllm:
+            return
+        if sglang_command.is_sglang(vllm):
+            sglang_command.refuse(vllm)
+            yield Finding("command", "ok", sglang_command.verdict(vllm, env))
+            return
+        arguments = vllm_command.understood(vllm, env.get("PATH")).arguments
+        said = vllm_command.transfer(arguments, replaces_lmcache(env))
+        vllm_command.refuse_expandable_segments(arguments, env)
+    except ConfigError as error:
+        do = "start the engine with kvtier launch, which looks at it first"
+        yield Finding("command", "fail", str(error), do)
+        return
+    if vllm_command.recomputing(vllm) == vllm:
+        yield Finding("command", "ok", "; ".join(said))
+    else:
+        do = "start it with kvtier launch, or say so beside kv_connector"
+        yield Finding("command", "warn", "; ".join(said), do)
+    if lacks := vllm_command.allocator(arguments, env, shared_memory()):
+        why = "beside a connector it takes the second only with the first"
+        do = f"start vLLM with {vllm_command.SETTINGS}: {why}"
+        yield Finding("allocator", "warn", lacks, do)
+
+
 _CHECK_COLUMNS = 18
 
 
@@ -189,29 +217,27 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding("model", "fail", str(error), "give a model folder or its config.json")
     if config.engine.auto:
-        config, finding = configuration.planned(config, model, server=arguments.no_engine)
+        config, finding = checks.planned(config, model, server=arguments.no_engine)
         yield finding
     started = Started(config)
     yield from guarded("host", partial(check_host, started))
     alone = arguments.no_engine
-    yield from guarded(
-        "left behind", lambda: [configuration.check_left_behind(config, server=alone)]
-    )
+    yield from guarded("left behind", lambda: [checks.check_left_behind(config, server=alone)])
     if not arguments.no_engine:
-        if not is_sglang([word for word in arguments.command if word != "--"]):
-            yield from guarded("vllm", check_engine)
+        if not sglang_command.is_sglang([word for word in arguments.command if word != "--"]):
+            yield from guarded("vllm", checks.check_engine)
         yield from guarded("command", partial(check_command, arguments.command))
     if model.kv_bytes_per_token.value:
-        yield configuration.check_model(started, model)
+        yield checks.check_model(started, model)
     yield from tiers(started)
 
 
 def tiers(started: Started) -> Iterator[Finding]:
-    yield from guarded("token", partial(configuration.check_secrets, started))
-    yield from guarded("self-test ram", lambda: [configuration.check_ram()])
+    yield from guarded("token", partial(checks.check_secrets, started))
+    yield from guarded("self-test ram", lambda: [checks.check_ram()])
     for tier, own in started.tiers:
-        yield from guarded(tier.name, partial(configuration.check_tier, started, tier, own))
-    yield from guarded("server", partial(configuration.check_server, started))
+        yield from guarded(tier.name, partial(checks.check_tier, started, tier, own))
+    yield from guarded("server", partial(checks.check_server, started))
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -17,15 +17,16 @@ from shlex import join, quote
 
 from kvtier.autoconfig.explain import settings_text
 from kvtier.autoconfig.probe.gpus import shared_memory
-from kvtier.cli import ranks, secondary, sglang_command
-from kvtier.cli.checks.engine import allocator
-from kvtier.cli.checks.installed import Installed, look, verdict
+from kvtier.cli import ranks, sglang_command
+from kvtier.cli.checks import Installed, look, verdict
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.cli.vllm_command import (
     API_SERVER,
     TRANSFER_FLAG,
     Command,
+    allocator,
     named_connector,
+    offloading,
     recomputing,
     refuse_expandable_segments,
     refuse_own_offloading,
@@ -147,7 +148,7 @@ def with_tier(command: Command, started: Started, server: str) -> Command:
     half of what ``ram_bytes`` gives the server."""
     if not server:
         return command
-    given = secondary.offloading(started.config, server, started.ram_bytes // 2)
+    given = offloading(started.config, server, started.ram_bytes // 2)
     return command._replace(arguments=[*command.arguments, TRANSFER_FLAG, json.dumps(given)])
 
 

@@ -73,7 +73,8 @@ COMMANDS = {
         "cli.launch", "run vllm serve with kvtier in it: kvtier launch -- vllm serve MODEL ..."
     ),
     "check": Subcommand(
-        "cli.check", "verify every slot of an NVMe tier that is not in use; --repair frees bad ones"
+        "cli.operate:CheckCommand",
+        "verify every slot of an NVMe tier that is not in use; --repair frees bad ones",
     ),
     "clear": Subcommand(
         "cli.operate:ClearCommand", "make a server drop a tenant's chunks, or all chunks"

@@ -1,4 +1,4 @@
-"""A server's admin interface, asked; ``kvtier clear`` and ``kvtier token``."""
+"""A server's admin interface, asked; ``kvtier clear``, ``kvtier check`` and ``kvtier token``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.protocol import admin_proof
-from kvtier.tiers.nvme.check import discard, tier_folders
+from kvtier.tiers.nvme.check import Report, check, discard, tier_folders
 from kvtier.tiers.nvme.disks import probe_disk
 
 _TIMEOUT_S = 60.0
@@ -120,6 +120,7 @@ class Surface:
 
 
 _TOKEN_BYTES = 4096
+_COUNTS = ("good", "corrupt", "damaged", "stale", "free")
 _UNSEARCHED = (
     "not searched to the end, or chunks have no owner there (the server's log says how many): "
     "what this server does not know of may be left there; --everything searches it"
@@ -154,6 +155,47 @@ class ClearCommand:
         done = Surface(arguments).ask("/v1/clear", Cleared, wish)
         print(msgspec.json.encode(done).decode() if arguments.json else _cleared(done))
         return 0 if done.complete else 1
+
+
+class CheckCommand:
+    """Tell whether all is true that an NVMe tier's folder says. Only ``--repair`` changes any."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        help_text = "a tier's folder, or one that has some, or several; none: nvme_path"
+        parser.add_argument("--nvme", metavar="FOLDER", help=help_text)
+        parser.add_argument(
+            "--config", metavar="YAML", help="configuration file that has nvme_path"
+        )
+        help_text = "make every bad slot free; without it nothing is changed"
+        parser.add_argument("--repair", action="store_true", help=help_text)
+        parser.add_argument(
+            "--json", action="store_true", help="print one JSON list, an object a folder"
+        )
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Return 0 if nothing bad is left, else 1. Raises an error if no check is possible."""
+        places = arguments.nvme or load(arguments.config).nvme.path
+        if places is None:
+            raise ConfigError("no folder to check: give --nvme /path, or the key nvme_path")
+        reports: list[Report] = []
+        refused: list[str] = []
+        for folder in (each for place in places.split(",") for each in tier_folders(Path(place))):
+            try:
+                reports.append(check(folder, repair=arguments.repair))
+            except TierError as error:
+                refused.append(str(error))
+        if arguments.json:
+            print(msgspec.json.format(msgspec.json.encode(reports)).decode())
+        else:
+            for report in reports:
+                print(_checked(report))
+        if any(report.bad for report in reports) and not arguments.repair:
+            print("kvtier check: --repair makes the bad slots free", file=sys.stderr)
+        if refused:
+            raise TierError("; ".join(refused))
+        return int(any(report.bad for report in reports))
 
 
 class TokenCommand:
@@ -212,3 +254,14 @@ def _cleared(done: Cleared) -> str:
         why = "in use by another process" if place.startswith("/") else _UNSEARCHED
         lines.append(f"{place}: {why}")
     return "\n".join(lines)
+
+
+def _checked(report: Report) -> str:
+    end = "closed cleanly" if report.closed else "not closed by its last owner"
+    counts = ", ".join(f"{getattr(report, count):,} {count}" for count in _COUNTS)
+    lines = [
+        f"{report.path}: {report.slots:,} slots of {size_text(report.slot_bytes)}, {end}: {counts}"
+    ]
+    if report.repaired:
+        lines.append(f"{report.repaired:,} made free")
+    return "\n  ".join([*lines, *report.problems])

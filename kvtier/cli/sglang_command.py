@@ -13,10 +13,8 @@ from shlex import join, quote
 from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.plan import below_hicache
 from kvtier.cli import ranks
-from kvtier.cli.checks.configuration import planned
-from kvtier.cli.checks.installed import look
-from kvtier.cli.secondary import passed
-from kvtier.cli.vllm_command import given, understood, value
+from kvtier.cli.checks import look, planned
+from kvtier.cli.vllm_command import given, passed, understood, value
 from kvtier.config.keys import Config
 from kvtier.core import processes
 from kvtier.core.errors import ConfigError

@@ -11,10 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtier.cli import secondary
 from kvtier.config import lmi
+from kvtier.config.keys import CACHE_KEYS, Config
 from kvtier.connectors.vllm import CONNECTOR, LMCACHE
 from kvtier.core.errors import ConfigError
+from kvtier.core.fact import Fact
+from kvtier.core.terminal import size_text
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 TRANSFER_FLAG = "--kv-transfer-config"
@@ -79,7 +81,7 @@ def transfer(arguments: Sequence[str], replaces: bool) -> list[str]:
         return [f"{CONNECTOR} as the command says"]
     if name == LMCACHE and replaces:
         return [f"{CONNECTOR} in the place of {LMCACHE}"]
-    if line := secondary.said(given):
+    if line := _secondary(given):
         return [line]
     if _is_beside(given):
         others = ", ".join(child for child in _children(given) if child != CONNECTOR) or "no other"
@@ -226,3 +228,57 @@ def _in_file(arguments: Sequence[str], flag: str) -> Any:
         return None
     keys = {str(key).replace("_", "-"): given for key, given in content.items()}
     return keys.get(flag.removeprefix("--"))
+
+
+_TOLD = f"{ALLOCATOR}={EXPANDABLE}"
+SETTINGS = f"{CUMEM} and {_TOLD}"
+_VARIABLES = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
+
+
+def allocator(arguments: Sequence[str], env: Mapping[str, str], shared: Fact[str]) -> str:
+    """Return the arguments that vLLM's command lacks, and why. Empty if the GPU has its own memory
+    or is AMD's, or torch's allocator is told already."""
+    name = shared.value
+    if name is None or name.startswith("AMD"):
+        return ""
+    if any(EXPANDABLE in env.get(variable, "") for variable in _VARIABLES):
+        return ""
+    lacks = _TOLD if has_own_allocator(arguments) else SETTINGS
+    return (
+        f"CPU and GPU share one memory ({name}) and {lacks} is not set: torch keeps what long "
+        "prompts took, until the host has none left"
+    )
+
+
+# ---- kvtier launch --tier: vLLM's own OffloadingConnector over a kvtier server -------------------
+
+OFFLOADING = "OffloadingConnector"
+_TIER = "KVTierTier"
+_POOL = "cpu_bytes_to_use"
+
+
+def offloading(config: Config, server: str, pool_bytes: int) -> dict[str, Any]:
+    """Make vLLM's ``--kv-transfer-config`` for its own pool of ``pool_bytes`` above ``server``."""
+    entry = {"type": _TIER, "module_path": "kvtier.connectors.vllm_tier", "server": server}
+    entry |= passed(config)
+    extra = {"spec_name": "TieringOffloadingSpec", _POOL: pool_bytes}
+    extra |= {"block_size": config.engine.chunk_tokens, "secondary_tiers": [entry]}
+    return {"kv_connector": OFFLOADING, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def passed(config: Config) -> dict[str, Any]:
+    """Return the given keys that a cache over the server has too."""
+    return {key: config.value(key) for key in CACHE_KEYS if key in config.sources}
+
+
+def _secondary(transfer: Mapping[str, Any]) -> str:
+    """Return a log line about a ``--kv-transfer-config``; empty unless it names kvtier's tier."""
+    extra = transfer.get("kv_connector_extra_config")
+    if not isinstance(extra, Mapping) or f"'{_TIER}'" not in str(extra.get("secondary_tiers")):
+        return ""
+    pool = extra.get(_POOL)
+    size = size_text(pool) if isinstance(pool, int) else "no size"
+    return (
+        f"{OFFLOADING} over kvtier's server: vLLM brings back no more of a prompt than its own "
+        f"pool holds ({_POOL}, {size}), however large the tiers below it are"
+    )

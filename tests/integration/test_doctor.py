@@ -14,7 +14,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.bench.traces.mooncake import lines_of
 from kvtier.cli import doctor
 from kvtier.cli import main as cli
-from kvtier.cli.checks.engine import check_command
+from kvtier.cli.doctor import check_command
 from kvtier.cli.vllm_command import API_SERVER
 from kvtier.config.keys import Config
 from kvtier.config.load import load

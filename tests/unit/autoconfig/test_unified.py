@@ -9,7 +9,7 @@ from kvtier.autoconfig.facts import GIB, Facts, Gpus, Memory, Model, Serving
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.probe.gpus import probe_gpus, read_gpus, shared_memory
 from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.cli.checks.engine import allocator
+from kvtier.cli.vllm_command import allocator
 from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, unknown
 from kvtier.tiers.nvme.disks import Disk

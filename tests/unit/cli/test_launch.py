@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import launch, vllm_command
-from kvtier.cli.checks.installed import Installed, verdict
+from kvtier.cli.checks import Installed, verdict
 from kvtier.config.keys import Config
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known

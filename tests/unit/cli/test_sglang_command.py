@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import launch
-from kvtier.cli.checks.engine import check_command
+from kvtier.cli.doctor import check_command
 from kvtier.cli.sglang_command import refuse, server_ram
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError

