@@ -28,13 +28,13 @@ from kvtier.started import Started, require_ram
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.observer import Observer
-from kvtier.store.observers.record.folder import (
+from kvtier.store.observers.record import (
+    Recorder,
     RecordFolder,
     RecordWriter,
     record_folder,
     write_on_lane,
 )
-from kvtier.store.observers.record.recorder import Recorder
 from kvtier.store.store import Store
 from kvtier.tiers.base import Tier
 from kvtier.tiers.registry import TIERS, RegisteredTier

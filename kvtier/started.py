@@ -33,7 +33,7 @@ from kvtier.core.fact import ROOT, Fact, least, number, text_of
 from kvtier.core.secret_files import read_secret
 from kvtier.core.terminal import size_text
 from kvtier.protocol import wire
-from kvtier.store.observers.record.folder import RecordFolder
+from kvtier.store.observers.record import RecordFolder
 from kvtier.tiers.registry import configured
 from kvtier.tiers.seam import ConfigSection
 

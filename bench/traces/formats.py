@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvtier.bench.traces import bailian, kv_cache_tester, libcachesim, mooncake
 from kvtier.bench.traces.mooncake import Request, lines_of
 from kvtier.core.errors import ConfigError
-from kvtier.store.observers.record.folder import FILES
+from kvtier.store.observers.record import FILES
 
 _HEAD_BYTES = 1 << 16
 _SOME_RECORDS = 100

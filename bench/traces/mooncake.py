@@ -16,7 +16,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import STOPS
 from kvtier.eviction import hints
 from kvtier.eviction.hints import NO_HINT, Hint
-from kvtier.store.observers.record.folder import FILES
+from kvtier.store.observers.record import FILES
 
 _LATEST_S = 1e12
 _MOST_BLOCKS = 1 << 20

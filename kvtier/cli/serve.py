@@ -40,8 +40,7 @@ from kvtier.server.listening.listeners import (
 from kvtier.server.server import Beside, Server, serve
 from kvtier.started import Started
 from kvtier.store.observer import Observer
-from kvtier.store.observers.record.folder import RecordFolder, RecordWriter
-from kvtier.store.observers.record.recorder import Recorder
+from kvtier.store.observers.record import Recorder, RecordFolder, RecordWriter
 from kvtier.store.store import Store
 from kvtier.tiers.nvme.check import discard
 from kvtier.tiers.nvme.disks import SIZE_FOLDERS

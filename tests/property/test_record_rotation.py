@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.store.observers.record.folder import Rotation
+from kvtier.store.observers.record import Rotation
 
 FILE, AGE, MOST = 1000, 60.0, 5000
 WRITES = st.lists(

@@ -20,8 +20,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.core.lookup import Asker, Ended
 from kvtier.eviction.hints import Hint
 from kvtier.started import Started
-from kvtier.store.observers.record.folder import RecordFolder, RecordWriter, write_on_lane
-from kvtier.store.observers.record.recorder import Recorder
+from kvtier.store.observers.record import Recorder, RecordFolder, RecordWriter, write_on_lane
 from kvtier.testing import ManualLane
 from tests.clock import Clock
 
@@ -151,7 +150,7 @@ def test_a_disk_that_is_full_costs_lines_and_leaves_no_half_ones(recording, monk
 
     recording.prompt(run(1))
     recording.lane.run()
-    monkeypatch.setattr("kvtier.store.observers.record.folder.os.write", writes)
+    monkeypatch.setattr("kvtier.store.observers.record.os.write", writes)
     full[0] = True
     recording.prompt(run(2))
     recording.lane.run()

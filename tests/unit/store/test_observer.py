@@ -26,7 +26,7 @@ from kvtier.store.observers.ages import Ages
 from kvtier.store.observers.audit import Audit
 from kvtier.store.observers.changes import Changes
 from kvtier.store.observers.follower import Follower, UsesSince
-from kvtier.store.observers.record.recorder import Recorder
+from kvtier.store.observers.record import Recorder
 from kvtier.store.observers.timings import ComputeCounts, Timings
 from kvtier.store.reports.miss_reasons import Past
 from kvtier.store.store import Store

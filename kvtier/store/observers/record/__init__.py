@@ -1,1 +1,0 @@
-"""Recorder: which prompts and hints came, written as a trace without text and tokens."""
