@@ -1,1 +1,1 @@
-"""Auto-config: :mod:`.probe` a machine, :mod:`.plan`, :mod:`.explain`, :mod:`.start`."""
+"""Auto-config: :mod:`.facts`, :mod:`.plan`, :mod:`.explain`, :mod:`.start`."""

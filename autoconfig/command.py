@@ -11,11 +11,10 @@ from typing import Any
 from kvtier.autoconfig.breakeven import GPU_KINDS, gpu_kind
 from kvtier.autoconfig.explain import as_json, as_yaml, next_step, table
 from kvtier.autoconfig.facts import Facts, Gpus, Memory, Serving, SizingTrace
-from kvtier.autoconfig.model import usual
+from kvtier.autoconfig.gpus import probe_gpus
+from kvtier.autoconfig.memory import probe_memory
+from kvtier.autoconfig.model import probe_model, usual
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.gpus import probe_gpus
-from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.model import probe_model
 from kvtier.autoconfig.start import measure
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import Fact, known, unknown

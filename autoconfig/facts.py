@@ -1,5 +1,5 @@
-"""Facts of a machine, a path, a model and an engine. Data only, which
-:mod:`kvtier.autoconfig.probe` fills in.
+"""Facts of a machine, a path, a model and an engine. Data only, which the probes fill in. A look
+that fails is an unknown fact, and never an error.
 
 Every field is a :class:`Fact`: a value with where it was read, or no value with the reason why it
 is unknown. Sizes are bytes, speeds are bytes a second. Nothing here decides anything.

@@ -16,11 +16,10 @@ from typing import Any
 from kvtier.autoconfig.draft import Plan
 from kvtier.autoconfig.explain import PLANNED, summary, table, value_text
 from kvtier.autoconfig.facts import MIB, Facts, Model, Serving
-from kvtier.autoconfig.model import usual
+from kvtier.autoconfig.gpus import probe_gpus
+from kvtier.autoconfig.memory import probe_memory
+from kvtier.autoconfig.model import probe_engine, usual
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.gpus import probe_gpus
-from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled
 from kvtier.core.errors import ConfigError

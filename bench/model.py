@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.autoconfig.probe.model import model_folder
+from kvtier.autoconfig.model import model_folder
 from kvtier.core.errors import ConfigError
 from kvtier.core.processes import environment
 

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.autoconfig.probe.memory import probe_memory
+from kvtier.autoconfig.memory import probe_memory
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello, read_token
 from kvtier.config.keys import Config, default_ram_bytes, places
 from kvtier.config.load import ENCRYPTION_KEY, encryption_key

@@ -78,8 +78,7 @@ def be_patient():
     that say nothing, and of calls of Redis and of an object store."""
     from kvtier.admin import http, places
     from kvtier.extensions.objects import bucket
-    from kvtier.server import connection
-    from kvtier.server.listening import strangers
+    from kvtier.server import connection, strangers
     from kvtier.tiers.redis.servers import RedisServers
 
     bucket._BEGIN_S, bucket._ANSWER_S = DEADLINE_S, int(DEADLINE_S)

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from kvtier.client.connect import Address
-from kvtier.server.listening.listeners import listen_tcp, listen_unix
+from kvtier.server.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from tests.child_process import DEADLINE_S
 from tests.server_process import short_folder

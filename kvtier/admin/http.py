@@ -48,9 +48,9 @@ from kvtier.core.steps import PIECE_CHUNKS, Steps, pieces
 from kvtier.eviction.hints import Hint, salt_name, session_name
 from kvtier.protocol import admin_proof
 from kvtier.server.extension import in_turns, running
-from kvtier.server.listening.strangers import LogLimit
 from kvtier.server.server import Server
 from kvtier.server.session import owners_session
+from kvtier.server.strangers import LogLimit
 from kvtier.store.store import Store
 
 logger = logging.getLogger("kvtier.admin")

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvtier.core.deadline import is_loopback, listening
 from kvtier.core.errors import ConfigError
-from kvtier.server.listening.strangers import Turns, accepted, origin_of
+from kvtier.server.strangers import Turns, accepted, origin_of
 
 PLACES = 64
 MOST_REQUESTS = 32

@@ -1,6 +1,6 @@
-"""What ``kvtier doctor`` looks at: the engine that a Python has, which is asked itself and imports
-none; auto-config, the model and secrets; then trials of every configured place for chunks between
-two processes, with deadlines and no lasting change.
+"""Checks of ``kvtier doctor``: the engine that a Python has, which is asked itself and imports none;
+auto-config, the model and secrets; then trials of every configured place for chunks between two
+processes, with deadlines and no lasting change.
 
 ``python -m kvtier.cli.checks`` tells which vLLM its own Python has. Its exit status is 2 when
 kvtier cannot run there.

@@ -13,10 +13,9 @@ from functools import partial
 
 import kvtier
 from kvtier.autoconfig.facts import UNLIMITED, Gpus
-from kvtier.autoconfig.model import usual
-from kvtier.autoconfig.probe.gpus import probe_gpus, shared_memory
-from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.model import probe_model
+from kvtier.autoconfig.gpus import probe_gpus, shared_memory
+from kvtier.autoconfig.memory import probe_memory
+from kvtier.autoconfig.model import probe_model, usual
 from kvtier.cli import checks, sglang_command, vllm_command
 from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config

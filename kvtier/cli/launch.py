@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import join, quote
 
 from kvtier.autoconfig.explain import settings_text
-from kvtier.autoconfig.probe.gpus import shared_memory
+from kvtier.autoconfig.gpus import shared_memory
 from kvtier.cli import ranks, sglang_command
 from kvtier.cli.checks import Installed, look, verdict
 from kvtier.cli.key_flags import add_key_flags, given_keys

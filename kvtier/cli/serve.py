@@ -30,7 +30,7 @@ from kvtier.core.extras import how
 from kvtier.core.processes import environment
 from kvtier.core.secret_files import read_secret
 from kvtier.server.extension import noticing_recovery, running, server_extensions
-from kvtier.server.listening.listeners import (
+from kvtier.server.listeners import (
     Listener,
     Notifier,
     listen_tcp,

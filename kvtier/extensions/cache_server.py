@@ -27,7 +27,7 @@ from kvtier.config.load import load
 from kvtier.core.chunk import ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Lane, future_of
-from kvtier.server.listening.strangers import LogLimit
+from kvtier.server.strangers import LogLimit
 from kvtier.started import Started
 
 logger = logging.getLogger("kvtier.cache_server")

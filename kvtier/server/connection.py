@@ -38,10 +38,10 @@ from kvtier.core.steps import Steps
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.wire import client_proof, proven, server_proof
-from kvtier.server.listening.listeners import Listener
-from kvtier.server.listening.strangers import client_of
+from kvtier.server.listeners import Listener
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.server.session import Publication, Session, capacity
+from kvtier.server.strangers import client_of
 from kvtier.server.stream import ChunkStream
 from kvtier.server.witnesses import Witnesses, notice_lost_hosts
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from kvtier.core.errors import ConfigError
 from kvtier.core.secret_files import peer_uid
 from kvtier.protocol import wire
+from kvtier.server import strangers
 from kvtier.server.connection import Connection
-from kvtier.server.listening import strangers
-from kvtier.server.listening.listeners import Listener
+from kvtier.server.listeners import Listener
 from kvtier.server.registry import SizeClasses
 from kvtier.server.session import Publication
 from kvtier.store.store import Store

@@ -17,7 +17,7 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.server import connection
-from kvtier.server.listening.strangers import ONE_HOSTS_PLACES
+from kvtier.server.strangers import ONE_HOSTS_PLACES
 from kvtier.store.store import Store
 from kvtier.testing.check_tier import content
 from tests.attack.clients import enter_raw, far

@@ -11,7 +11,7 @@ from kvtier.client.connect import Address
 from kvtier.core.errors import ConfigError
 from kvtier.core.pool import Pool
 from kvtier.core.secret_files import make_folder, read_secret
-from kvtier.server.listening.listeners import listen_unix
+from kvtier.server.listeners import listen_unix
 from kvtier.tiers.nvme.check import check
 from tests.child_process import wait_for
 from tests.command import ran

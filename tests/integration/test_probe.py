@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Facts, Memory
-from kvtier.autoconfig.model import describe
+from kvtier.autoconfig.gpus import probe_gpus
+from kvtier.autoconfig.memory import probe_memory
+from kvtier.autoconfig.model import describe, probe_engine, probe_model
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.gpus import probe_gpus
-from kvtier.autoconfig.probe.memory import probe_memory
-from kvtier.autoconfig.probe.model import probe_engine, probe_model
 from kvtier.autoconfig.start import measure
 from kvtier.core import fact, region
 from kvtier.core.errors import ConfigError
@@ -121,7 +120,7 @@ def test_no_limit_is_known_and_no_proc_is_unknown(tmp_path):
 def test_real_cgroup_limit_of_an_outer_group_is_found():
     with memory_cgroup(512 * MIB) as group:
         code = (
-            "from kvtier.autoconfig.probe.memory import probe_memory\n"
+            "from kvtier.autoconfig.memory import probe_memory\n"
             "for fact in (probe_memory().cgroup_headroom, probe_memory().cgroup_limit): "
             "print(fact.value, fact.source)"
         )

@@ -31,7 +31,7 @@ from kvtier.core.pool import Pool
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.kv_events import BlockStored
-from kvtier.server.listening.listeners import listen_tcp, listen_unix
+from kvtier.server.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
 from kvtier.testing import DictTier

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvtier.autoconfig.probe.model import probe_model
+from kvtier.autoconfig.model import probe_model
 from kvtier.bench import figure
 from kvtier.bench.flags import between
 from kvtier.bench.traces.formats import FORMS, Trace, read

@@ -22,7 +22,7 @@ from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.connectors.vllm.stats import ZERO_HITS
 from kvtier.core.chunk import ChunkKey
-from kvtier.server.listening.strangers import LogLimit
+from kvtier.server.strangers import LogLimit
 from kvtier.store.reports.miss_reasons import FirstChunks
 from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.tiers.registry import TIERS

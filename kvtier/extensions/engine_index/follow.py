@@ -25,8 +25,8 @@ from kvtier.extensions import zmtp
 from kvtier.extensions.engine_index.kv_event_pieces import decoding
 from kvtier.extensions.engine_index.picture import Picture, PromptBlocks
 from kvtier.server.extension import ServerExtension, in_turns, running
-from kvtier.server.listening.strangers import LogLimit
 from kvtier.server.server import Server
+from kvtier.server.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.admin.engines")
 _strangers = logging.getLogger("kvtier.admin.engines.follow")

@@ -27,8 +27,8 @@ from kvtier.extensions import zmtp
 from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol.kv_events import AllBlocksCleared, Event
 from kvtier.server.extension import ServerExtension
-from kvtier.server.listening.listeners import Listener, listen_unix
-from kvtier.server.listening.strangers import LogLimit, accepted
+from kvtier.server.listeners import Listener, listen_unix
+from kvtier.server.strangers import LogLimit, accepted
 
 if TYPE_CHECKING:
     from kvtier.config.keys import Config

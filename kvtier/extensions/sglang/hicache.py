@@ -33,7 +33,7 @@ from kvtier.extensions.cache_server import CacheServer, connect, safely, setting
 from kvtier.extensions.sglang.engine_identity import identity
 from kvtier.extensions.sglang.moves import Transfer
 from kvtier.extensions.sglang.pages import PoolPages, head_groups, legal_ends
-from kvtier.server.listening.strangers import LogLimit
+from kvtier.server.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.sglang")
 logger.addFilter(LogLimit(20, 60.0))

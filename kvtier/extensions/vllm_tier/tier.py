@@ -30,7 +30,7 @@ from kvtier.connectors.vllm.versions import log_like_vllm
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint, flat_key
 from kvtier.core.lanes import Lane
 from kvtier.extensions.cache_server import connect, load_each, safely, settings, tenant
-from kvtier.server.listening.strangers import LogLimit
+from kvtier.server.strangers import LogLimit
 
 logger = logging.getLogger("kvtier.vllm_tier")
 logger.addFilter(LogLimit(20, 60.0))

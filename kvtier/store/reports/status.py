@@ -4,23 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvtier.core.lookup import RAM
+from kvtier.core.pool import Pool
 from kvtier.core.report import LaneStatus, SizeClassStatus, TierStatus, TimingStatus
 from kvtier.eviction.what_if import Point
 from kvtier.store.lower.lower_tier import LowerTier
-
-if TYPE_CHECKING:
-    from kvtier.store.store import Store
+from kvtier.store.observers.follower import Follower
+from kvtier.store.observers.timings import Timings
 
 _DAY_S = 86_400.0
 _DECLINED, _MISSED = "declined_", "missed_"
 _FAILED = ("failed_reads", "failed_writes", "failed_finds", "failed_deletes", "failed")
 
 
+class Measured(Protocol):
+    """Part of a Store that :func:`read` needs."""
+
+    pool: Pool
+    lower: list[LowerTier]
+    timings: Timings
+    follower: Follower
+
+    clock: Callable[[], float]
+    begun: float
+
+    @property
+    def most_held(self) -> int: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+
 def read(
-    store: Store, namespaces: int = 0, zero_hits: str = "", models: Sequence[str] = ()
+    store: Measured, namespaces: int = 0, zero_hits: str = "", models: Sequence[str] = ()
 ) -> SizeClassStatus:
     """Return a Store's status from counts that are kept, without a walk over chunks. Any thread."""
     stats = Counter(store.stats())
@@ -76,7 +93,7 @@ def _by_reason(stats: Mapping[str, int], kind: str) -> dict[str, int]:
     }
 
 
-def _ram(store: Store, counts: Callable[[str], int], curve: dict[str, Any]) -> TierStatus:
+def _ram(store: Measured, counts: Callable[[str], int], curve: dict[str, Any]) -> TierStatus:
     nothing = dict.fromkeys(TierStatus.__struct_fields__, 0)
     size = store.pool.slot_bytes
     known: dict[str, Any] = {
@@ -97,7 +114,7 @@ def _ram(store: Store, counts: Callable[[str], int], curve: dict[str, Any]) -> T
 
 
 def _tier(
-    store: Store, lower: LowerTier, counts: Callable[[str], int], curve: dict[str, Any]
+    store: Measured, lower: LowerTier, counts: Callable[[str], int], curve: dict[str, Any]
 ) -> TierStatus:
     tier, lane, capacity = lower.tier, lower.lane, lower.chunks.capacity
     name, age_s = tier.name, store.clock() - store.begun

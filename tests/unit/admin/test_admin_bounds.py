@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvtier.admin.places import READ_BYTES, Places
 from kvtier.protocol.admin_proof import VALID_S, Seen, body_digest, signed
-from kvtier.server.listening.strangers import LogLimit
+from kvtier.server.strangers import LogLimit
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock

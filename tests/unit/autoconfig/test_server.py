@@ -8,9 +8,9 @@ import pytest
 from kvtier.autoconfig import start
 from kvtier.autoconfig.explain import PLANNED
 from kvtier.autoconfig.facts import GIB, MIB, Facts, Gpus, Memory, Serving
+from kvtier.autoconfig.memory import probe_memory
 from kvtier.autoconfig.model import usual
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.config.keys import Config
 from kvtier.config.load import load
 from kvtier.core.errors import ConfigError

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.assemble import assemble
+from kvtier.autoconfig import memory as memory_probe
 from kvtier.autoconfig import start
 from kvtier.autoconfig.explain import PLANNED, as_yaml, configuration_text, summary, table
 from kvtier.autoconfig.facts import GIB, Facts, Gpus, Memory
+from kvtier.autoconfig.model import probe_engine
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe import memory as memory_probe
-from kvtier.autoconfig.probe.model import probe_engine
 from kvtier.autoconfig.start import compute_for_engine, plan_for_engine, prefill_for_engine
 from kvtier.config.keys import Config
 from kvtier.config.load import filled, load

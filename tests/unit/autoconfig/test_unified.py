@@ -6,9 +6,9 @@ import pytest
 
 from kvtier.autoconfig.explain import summary
 from kvtier.autoconfig.facts import GIB, Facts, Gpus, Memory, Model, Serving
+from kvtier.autoconfig.gpus import probe_gpus, read_gpus, shared_memory
+from kvtier.autoconfig.memory import probe_memory
 from kvtier.autoconfig.plan import make_plan
-from kvtier.autoconfig.probe.gpus import probe_gpus, read_gpus, shared_memory
-from kvtier.autoconfig.probe.memory import probe_memory
 from kvtier.cli.vllm_command import allocator
 from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, unknown

@@ -15,7 +15,7 @@ from kvtier.connectors.vllm.extensions.outcomes import LOAD, LOOKUP, HitLog, Tra
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad, Pending
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.protocol.wire import Reason
-from kvtier.server.listening.strangers import LogLimit
+from kvtier.server.strangers import LogLimit
 from tests.clock import Clock
 from tests.otlp_receiver import HTTP, PARENT, TRACE, TRACEPARENT, attributes, receiving
 from tests.unit.real_scheduler import BLOCK, CHUNK, Core

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.server.listening.strangers import Handshakes
+from kvtier.server.strangers import Handshakes
 
 
 def test_one_address_pushes_out_its_own_oldest_only():

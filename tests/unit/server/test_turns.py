@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.server.listening.strangers import _MOST_WAITING_BYTES, Turns, accepted
+from kvtier.server.strangers import _MOST_WAITING_BYTES, Turns, accepted
 from tests.certificates import make_certificates
 from tests.child_process import DEADLINE_S, wait_for
 
@@ -173,7 +173,7 @@ def test_who_says_nothing_takes_no_turn_and_who_leaves_gives_it_back(tmp_path):
 
 @pytest.mark.parametrize("first", [b"", b"\x16"], ids=["silent", "waiting"])
 def test_the_time_for_a_handshake_ends_before_its_turn_too(tmp_path, monkeypatch, first):
-    monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("kvtier.server.strangers._HANDSHAKE_S", 0.05)
 
     def act(_, sock):
         sock.sendall(first)
@@ -186,7 +186,7 @@ def test_the_time_for_a_handshake_ends_before_its_turn_too(tmp_path, monkeypatch
 @pytest.mark.parametrize("end", ["leaves", "stalls", "junk"])
 def test_what_openssl_has_for_a_handshake_that_fails_goes_at_once(tmp_path, monkeypatch, end):
     if end == "stalls":
-        monkeypatch.setattr("kvtier.server.listening.strangers._HANDSHAKE_S", 0.2)
+        monkeypatch.setattr("kvtier.server.strangers._HANDSHAKE_S", 0.2)
 
     def act(turns, sock):
         first = ssl.MemoryBIO()

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvtier.autoconfig.facts import UNLIMITED, Memory
-from kvtier.autoconfig.probe.gpus import gpu_nodes
+from kvtier.autoconfig.gpus import gpu_nodes
 from kvtier.core.fact import ROOT, Fact, fact_of, known, least, mounts, text_of, unknown
 from kvtier.core.pool import Pool
 from kvtier.core.region import HUGE_BYTES

@@ -1,1 +1,0 @@
-"""Where clients come in: listeners, greetings, and systemd's sockets and messages."""
