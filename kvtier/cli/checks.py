@@ -1,4 +1,4 @@
-"""Checks of ``kvtier doctor``: the engine that a Python has, which is asked itself and imports none;
+"""Checks of ``kvtier doctor``: the engine that a Python has, which is asked itself without imports;
 auto-config, the model and secrets; then trials of every configured place for chunks between two
 processes, with deadlines and no lasting change.
 
