@@ -25,8 +25,7 @@ from kvtier.bench.traces.simulate import Cache, simulate, unhinted, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import ANONYMOUS
 from kvtier.eviction.adaptive import Adaptive
-from kvtier.eviction.order import PolicyOf
-from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.eviction.order import SETTINGS, PolicyOf, Segments
 from kvtier.store.directory import Directory
 from kvtier.store.observers.follower import Follower
 

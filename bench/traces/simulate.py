@@ -22,9 +22,8 @@ from kvtier.core.lookup import Asker
 from kvtier.core.steps import PIECE_CHUNKS, pieces
 from kvtier.eviction.adaptive import ALL_LRU, Adaptive
 from kvtier.eviction.hints import NO_HINT, Hint
-from kvtier.eviction.order import PolicyOf
+from kvtier.eviction.order import SETTINGS, PolicyOf, Segments
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import SETTINGS, Segments
 from kvtier.eviction.sessions import Sessions
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry

@@ -48,8 +48,7 @@ from kvtier.core.errors import StateError
 from kvtier.core.lookup import RAM_PLACE
 from kvtier.core.tenant import may
 from kvtier.eviction.kept import KEEP_PART, Kept
-from kvtier.eviction.order import Owned, PolicyOf
-from kvtier.eviction.segments import Segments
+from kvtier.eviction.order import Owned, PolicyOf, Segments
 from kvtier.store.entry import FILLING, GONE, READY, Entry, State
 from kvtier.store.observer import Left, Observers
 from kvtier.store.quota import Quota

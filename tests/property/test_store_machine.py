@@ -12,7 +12,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.lookup import RAM_PLACE
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
-from kvtier.eviction.segments import SETTINGS
+from kvtier.eviction.order import SETTINGS
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget

@@ -51,7 +51,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
-from kvtier.eviction.segments import LRU_SETTING, SETTINGS
+from kvtier.eviction.order import LRU_SETTING, SETTINGS
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.store.entry import READY
 from kvtier.store.lease import LoadLease

@@ -11,11 +11,10 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.core.steps import PIECE_CHUNKS, whole
-from kvtier.eviction.adaptive import Adaptive
+from kvtier.eviction.adaptive import Adaptive, Shadows
+from kvtier.eviction.order import LRU_SETTING, Segments, Setting
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import LRU_SETTING, Segments, Setting
 from kvtier.eviction.sessions import Sessions
-from kvtier.eviction.shadows import Shadows
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
 from tests.stores import SLOT, keys, save

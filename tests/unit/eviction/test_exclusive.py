@@ -10,8 +10,8 @@ from kvtier.bench.traces.mooncake import BLOCK_TOKENS
 from kvtier.bench.traces.simulate import Cache, simulate, unique
 from kvtier.core.chunk import ChunkKey
 from kvtier.eviction.adaptive import Adaptive, Exclusive
+from kvtier.eviction.order import LRU_SETTING, Segments, Setting
 from kvtier.eviction.saved_compute import SavedCompute
-from kvtier.eviction.segments import LRU_SETTING, Segments, Setting
 from kvtier.store.directory import Directory
 
 RAM, BELOW, OLD = 64, 200, 12

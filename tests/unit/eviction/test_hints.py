@@ -23,7 +23,7 @@ from kvtier.eviction.hints import (
     with_salt,
     without_salt,
 )
-from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.eviction.order import SETTINGS, Segments
 from kvtier.protocol import wire
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store

@@ -13,8 +13,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError
 from kvtier.eviction.hints import Hint
 from kvtier.eviction.kept import Kept
-from kvtier.eviction.order import Owned
-from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.eviction.order import SETTINGS, Owned, Segments
 from kvtier.store.directory import Directory
 from kvtier.testing import DictTier
 from tests.stores import SLOT, assembled, filled, keys, over, save

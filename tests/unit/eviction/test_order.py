@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvtier.eviction.adaptive import Orders
-from kvtier.eviction.segments import Segments, Setting
+from kvtier.eviction.order import Segments, Setting
 from kvtier.store.directory import Directory
 from kvtier.testing import DictTier
 from tests.stores import filled, keys, over, save

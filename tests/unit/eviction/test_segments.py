@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.steps import whole
-from kvtier.eviction.segments import LRU_SETTING, SETTINGS, Segments, Setting
-from kvtier.eviction.shadows import Shadow
+from kvtier.eviction.adaptive import Shadow
+from kvtier.eviction.order import LRU_SETTING, SETTINGS, Segments, Setting
 from kvtier.store.directory import Directory
 
 KEYS = [ChunkKey(bytes([number]) * 40) for number in range(12)]

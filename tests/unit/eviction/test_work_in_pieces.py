@@ -8,7 +8,7 @@ from kvtier.core.lookup import ANONYMOUS
 from kvtier.core.steps import PIECE_CHUNKS
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.eviction.hints import Hint
-from kvtier.eviction.segments import Segments
+from kvtier.eviction.order import Segments
 from kvtier.store.directory import Directory
 from kvtier.store.observers.follower import Follower
 from tests.clock import Clock

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import StateError
-from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.eviction.order import SETTINGS, Segments
 from kvtier.store.directory import Directory
 from kvtier.store.entry import Entry
 from kvtier.store.observer import Left, Observer

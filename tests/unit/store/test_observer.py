@@ -109,8 +109,8 @@ BOUNDS = (
     "ages._USED_CHUNKS",
     "changes._WAITING_CHANGES",
     "follower._WAITING_NOTES",
-    "record.recorder._WAITING_NOTES",
-    "record.recorder._OPEN_PROMPTS",
+    "record._WAITING_NOTES",
+    "record._OPEN_PROMPTS",
 )
 """Those that no argument gives."""
 

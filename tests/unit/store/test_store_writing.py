@@ -17,7 +17,7 @@ from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.core.tenant import UNOWNED
 from kvtier.eviction.adaptive import Exclusive
-from kvtier.eviction.segments import SETTINGS, Segments
+from kvtier.eviction.order import SETTINGS, Segments
 from kvtier.server.registry import SizeClass
 from kvtier.started import Started
 from kvtier.store.lower.lower_tier import TierSpec

@@ -1,7 +1,7 @@
 """What one tier holds, by itself: what it tells its observers, and whose chunks count."""
 
 from kvtier.core.chunk import ChunkKey
-from kvtier.eviction.segments import Segments
+from kvtier.eviction.order import Segments
 from kvtier.store.observer import Left, Observer, Observers
 from kvtier.store.tier_index import TierIndex
 
