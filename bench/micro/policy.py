@@ -67,7 +67,7 @@ def locked(trace: Sequence[Request], policy: PolicyOf) -> float:
 def followed(trace: Sequence[Request]) -> float:
     adaptive, rooms = Adaptive(), {"ram": ROOM, "nvme": BELOW}
     directory = Directory(ROOM, (BELOW,), adaptive, lower=(adaptive,))
-    one = Follower(directory, nullcontext(), adaptive, time.monotonic, rooms, what_if=False)
+    one = Follower(directory, nullcontext(), adaptive, time.monotonic, rooms)
     begun = time.process_time()
     for request in trace:
         one.prompt(request.run, ANONYMOUS)

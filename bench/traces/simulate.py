@@ -133,7 +133,6 @@ class Cache:
             adaptive,
             lambda: self._now,
             {"ram": slots, **rooms},
-            what_if=False,
         )
         self._counts: Counter[str] = Counter()
         self._of, self._asked, self._saved = compute.of, 0.0, 0.0

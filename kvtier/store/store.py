@@ -132,18 +132,17 @@ class Store:
             pool.slots, capacities, orders.ram, share, lower=below, keep=orders.keep
         )
         self.clock, self.begun = clock, clock()
-        core = Core(self._lock, self._directory, pool, self.counts)
+        core = Core(self._lock, self._directory, pool, self.counts, clock)
         self._took = core.took
         self._spare = SpareLane(self._directory, pool, spare)
         self.touched = self._spare.touched
         """Future of the presence of the pool's pages. Cancelled by an earlier close."""
-        self.lower = [LowerTier(core, index, place, clock) for index, place in enumerate(places)]
+        self.lower = [LowerTier(core, index, place) for index, place in enumerate(places)]
         self._on_save, self._on_evict = list[Spills](), list[Spills]()
         for place, lower in zip(places, self.lower, strict=True):
-            spills = Spills(core, lower, place.budget, clock)
-            (self._on_evict if place.on_evict else self._on_save).append(spills)
+            (self._on_evict if place.on_evict else self._on_save).append(Spills(core, lower))
         self._looking: set[int] = set()
-        self._promotions = Promotions(core, self.lower, self._note_arrival, clock)
+        self._promotions = Promotions(core, self.lower, self._note_arrival)
         self._observe_itself(core, orders)
         self.sharing = Sharing(core, self.lower, self._spare)
         self.purge = Purge(core, self.lower, self.every_key)

@@ -54,12 +54,14 @@ class TierSpec(NamedTuple):
 
 
 class Core(NamedTuple):
-    """Parts of a Store that its lower tiers share. ``lock`` guards all but the pool's bytes."""
+    """Parts of a Store that its lower tiers share. ``lock`` guards all but the pool's bytes.
+    ``clock``: monotonic seconds."""
 
     lock: AbstractContextManager[object]
     directory: Directory
     pool: Pool
     counts: Counter[str]
+    clock: Callable[[], float]
 
     def took(self, what: str, place: str, seconds: float) -> None:
         """Tell the observers how long work took. Under the lock."""
@@ -69,13 +71,14 @@ class Core(NamedTuple):
 
 class LowerTier:
     """Tier number ``index`` and its lane. Methods say whether they run under the Store's lock, take
-    it themselves, or run on a lane thread. ``clock``: monotonic seconds."""
+    it themselves, or run on a lane thread."""
 
-    def __init__(self, core: Core, index: int, place: TierSpec, clock: Callable[[], float]) -> None:
+    def __init__(self, core: Core, index: int, place: TierSpec) -> None:
         self.tier, self.lane, self.index = place.tier, place.lane, index
         self.pace = Pace(place.lane.threads, comes_whole=place.tier.comes_whole)
-        self._clock = clock
-        self._core = core
+        self.budget = place.budget
+        """Limit of writes; None for no limit."""
+        self._core, self._clock = core, core.clock
         self._lock, self._directory, self._counts = core.lock, core.directory, core.counts
         self.chunks = core.directory.tiers[index]
         """Index of the tier's chunks. Guarded by the Store's lock, as :attr:`pace`."""

@@ -13,14 +13,10 @@ class Promotions:
     """Reads into slots. ``arrived``: called after each, on a lane thread without the lock."""
 
     def __init__(
-        self,
-        core: Core,
-        lower_tiers: Sequence[LowerTier],
-        arrived: Callable[[], None],
-        clock: Callable[[], float],
+        self, core: Core, lower_tiers: Sequence[LowerTier], arrived: Callable[[], None]
     ) -> None:
         self._core, self._lower_tiers = core, lower_tiers
-        self._arrived, self._clock = arrived, clock
+        self._arrived, self._clock = arrived, core.clock
         self._queued: dict[Entry, float] = {}
         """Entries whose reads have not begun -> time since when they wait."""
 

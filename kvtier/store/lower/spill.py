@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.store.entry import GONE, READY, Entry
 from kvtier.store.lower.lower_tier import Core, LowerTier
-from kvtier.store.lower.write_budget import WriteBudget
 
 
 class Spills:
-    """Writes to one tier. ``budget``: their limit, None for no limit. Safe from any thread."""
+    """Writes to one tier, within its budget. Safe from any thread."""
 
-    def __init__(
-        self,
-        core: Core,
-        lower: LowerTier,
-        budget: WriteBudget | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self.lower = lower
-        self.budget = budget
-        self._core, self._clock = core, clock
+    def __init__(self, core: Core, lower: LowerTier) -> None:
+        self.lower, self.budget = lower, lower.budget
+        self._core, self._clock = core, core.clock
         self._directory, self._counts = core.directory, core.counts
         self._chunk_bytes = lower.tier.chunk_room or core.pool.slot_bytes
-        if budget is not None:
-            budget.fit(self._chunk_bytes)
+        if self.budget is not None:
+            self.budget.fit(self._chunk_bytes)
 
     def offer(self, entries: Sequence[Entry], run: Sequence[ChunkKey]) -> None:
         """Queue a spill of each of these chunks of ``run``. Takes the lock."""

@@ -6,6 +6,7 @@ works on them. It takes the lock for short pieces only."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -78,8 +79,7 @@ class _Item(NamedTuple):
 
 class Follower(Observer):
     """Queue of prompts and hints. One thread at a time calls :meth:`work`. ``adaptive``: RAM's
-    policy, if it adapts. ``rooms``: of each place, in chunks. ``what_if``: also compute hit ratios
-    of other sizes."""
+    policy, if it adapts. ``rooms``: of each place, in chunks."""
 
     def __init__(
         self,
@@ -88,8 +88,6 @@ class Follower(Observer):
         adaptive: Adaptive | None,
         clock: Callable[[], float],
         rooms: Mapping[str, int],
-        *,
-        what_if: bool = True,
     ) -> None:
         self._directory, self._lock, self._clock = directory, lock, clock
         self.adaptive = adaptive
@@ -98,10 +96,10 @@ class Follower(Observer):
         self._uses = UsesSince(2 * sum(rooms.values()))
         directory.observers.add(self._uses)
         self._sessions = Sessions(min(2 * sum(rooms.values()), _MOST_CHUNKS))
-        self._rooms = dict(rooms) if what_if else {}
+        self._rooms = dict(rooms)
         self._curves = dict[str, Curve]()
         """Place -> its curve. Empty while nobody reads them."""
-        self._read_at = clock()
+        self._read_at = -math.inf
         self._waiting: deque[_Item] = deque()
         self._working = 0
         self.counts = {
@@ -180,9 +178,8 @@ class Follower(Observer):
             yield from curve.seen.steps(item.run, session)
 
     def read_curve(self, place: str) -> list[Point]:
-        """Return the hits that LRU caches of other sizes would have had, since the start or since
-        reading began: prompts are counted only while this is called every ten minutes. Any
-        thread."""
+        """Return the hits that LRU caches of other sizes would have had since reading began:
+        prompts are counted only while this is called every ten minutes. Any thread."""
         self._read_at = self._clock()
         curve = self._curves.get(place)
         return [] if curve is None else curve.points()

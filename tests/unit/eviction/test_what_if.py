@@ -137,6 +137,7 @@ def test_a_store_keeps_one_of_each_place_as_long_as_it_is_read():
                 pass
             spare.run()
 
+    assert store.follower.read_curve("ram") == [], "the first reader begins it"
     drive(prompts(40, 3))
     curve = Curve(8)
     for session, run in enumerate(prompts(40, 3)):

@@ -189,7 +189,9 @@ def test_what_is_promoted_is_whose_it_was_and_nobodys_is_who_asked_for_its():
     directory.tiers[0].found([A, B], [7, 0])
     entries = [directory.reserve(key, (), origin=0, owner=8) for key in (A, B)]
     assert [entry and entry.owner for entry in entries] == [7, 8]
-    purge = Purge(Core(nullcontext(), directory, Pool(2, 4096), Counter()), (), directory.keys)
+    purge = Purge(
+        Core(nullcontext(), directory, Pool(2, 4096), Counter(), float), (), directory.keys
+    )
     assert whole(purge.finding(8)) == {B}
     assert whole(purge.finding(7)) == {A, B}, "in the tier B is nobody's still"
 

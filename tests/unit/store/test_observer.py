@@ -68,8 +68,8 @@ class LoadedOnce(Audit):
 
     def __init__(self):
         self.lane, directory = ManualLane(bound=BOUND), Directory(1, [1])
-        core = Core(nullcontext(), directory, Pool(1, SLOT), Counter())
-        lower = LowerTier(core, 0, TierSpec(DictTier(1), self.lane), float)
+        core = Core(nullcontext(), directory, Pool(1, SLOT), Counter(), float)
+        lower = LowerTier(core, 0, TierSpec(DictTier(1), self.lane))
         entry = filled(directory, KEYS[0])
         directory.spill_begun(entry, 0)
         directory.spill_ended(entry, 0, stored=True)
