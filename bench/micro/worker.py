@@ -104,8 +104,8 @@ def step(half: WorkerHalf, loads: Sequence[Job] = (), saves: Sequence[Job] = ())
     half.load(told)
     half.save(told)
     half.transfers()
-    half.failed_blocks()
-    half.report()
+    half.ends.take_blocks()
+    half.ends.take_report()
     return (time.thread_time_ns() - begun) / 1e6
 
 

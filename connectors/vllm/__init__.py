@@ -8,23 +8,10 @@ through its plug-ins or through the module path, and only where vLLM is new enou
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtier.config.load import replaces_lmcache
 from kvtier.connectors.vllm import versions
-
-if TYPE_CHECKING:
-    from kvtier.connectors.vllm.connector import KVTierConnector
-
-__all__ = [
-    "CONNECTOR",
-    "EXTENSIONS",
-    "LMCACHE",
-    "LOAD_EVERY_HIT",
-    "KVTierConnector",
-    "register",
-    "settings",
-]
 
 CONNECTOR = "KVTierConnector"
 LMCACHE = "LMCacheConnectorV1"

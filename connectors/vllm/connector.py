@@ -204,11 +204,11 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks of failed loads without a name for vLLM, and those that cut loads left."""
-        bad, left = self._half.failed_blocks()
+        bad, left = self._half.ends.take_blocks()
         return left if _NAMES_FAILED_LOADS else bad | left
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._half.report()
+        report = self._half.ends.take_report()
         own = self._own_layout() if self._step().asks_layout else None
         if own is not None:
             report.layouts[layout.place(self._vllm_config.parallel_config)] = own

@@ -461,3 +461,16 @@ class SpanMove(NamedTuple):
     begin: int
     """Position in the prompt. ``first`` is the one in the slot."""
     distance: int
+
+
+class InPlaceRun(NamedTuple):
+    """Tokens ``begin`` to ``end`` of a prompt, which are computed in place.
+
+    Those before ``moved`` lie in a hole. The others, at least one, are a section's first tokens:
+    what was moved there must equal what the run computes."""
+
+    begin: int
+    moved: int
+    end: int
+    tokens: Sequence[int] = ()
+    """The tokens themselves, for the workers."""

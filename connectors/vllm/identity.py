@@ -27,7 +27,6 @@ from kvtier.connectors.vllm.naming.digests import (
     FileDigests,
     content_files,
     has_weights,
-    stamp,
 )
 from kvtier.connectors.vllm.naming.fields import (
     DECIDES,
@@ -71,8 +70,8 @@ FROM_FOLDER = (
 _MOST_LEVELS = 12
 
 DIGESTS = FileDigests()
-_AT_LOAD: dict[Path, list[tuple[int | str, ...]]] = {}
-"""Files of each place as :func:`begin` saw them, for the same process."""
+_AT_LOAD: dict[Path, Future[str]] = {}
+"""Digest of each place's files as :func:`begin` saw them, for the same process."""
 
 
 def begin(vllm_config: Any) -> None:
@@ -81,9 +80,7 @@ def begin(vllm_config: Any) -> None:
         place = _folder(model, vllm_config.load_config)
         if place is not None:
             with contextlib.suppress(DigestError):  # identity() says it
-                files = content_files(place)
-                _AT_LOAD[place] = _stamp(files)
-                DIGESTS.begin(files, place)
+                _AT_LOAD[place] = DIGESTS.begin(content_files(place), place)
 
 
 def identity(vllm_config: Any, ranks: Mapping[tuple[int, int], RankLayout]) -> dict[str, Any]:
@@ -341,17 +338,10 @@ def is_local(vllm_config: Any) -> bool:
 
 
 def _begun(place: Path, *, configured: bool = True) -> Future[str]:
-    files = content_files(place, configured=configured)
-    if place in _AT_LOAD and _AT_LOAD[place] != _stamp(files):
+    found = DIGESTS.begin(content_files(place, configured=configured), place)
+    if _AT_LOAD.get(place, found) is not found:  # one Future for files as they are
         raise DigestError(f"the files of {place} changed while the engine started")
-    return DIGESTS.begin(files, place)
-
-
-def _stamp(files: list[Path]) -> list[tuple[int | str, ...]]:
-    try:
-        return stamp(files)
-    except OSError as error:
-        raise DigestError(str(error)) from None
+    return found
 
 
 def _source(model: Any) -> str:

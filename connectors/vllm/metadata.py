@@ -1,7 +1,7 @@
 """Messages between the scheduler's and the workers' halves of the connector: slot numbers,
 block ids and, for loads, the names of requests, because vLLM is told of a load by that name. Never
 keys or KV bytes. Never tokens either, except those that a worker shall compute in place
-(:class:`InPlaceRun`). It is plain data, which vLLM pickles between its own processes.
+(:class:`.groups.InPlaceRun`). It is plain data, which vLLM pickles between its own processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvtier.connectors.vllm.groups import SpanMove
+from kvtier.connectors.vllm.groups import InPlaceRun, SpanMove
 
 Parts = tuple[tuple[tuple[int, bool], ...], ...]
 
@@ -147,18 +147,6 @@ class SpanJob:
     """Places in slots that have the same token: ``(slot, one, other)``."""
     goes_on: bool = False
     """Whether a :class:`SpanPass` follows in a later step, which ends the load."""
-
-
-class InPlaceRun(NamedTuple):
-    """Tokens to compute in place. From ``moved`` on, one at least, they were moved there."""
-
-    begin: int
-    moved: int
-    tokens: list[int]
-
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.tokens)
 
 
 @dataclass

@@ -14,6 +14,7 @@ server alerts would fire until the next request.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -28,6 +29,8 @@ from kvtier.tiers.base import Tier
 
 if TYPE_CHECKING:
     from kvtier.server.server import Server
+
+logger = logging.getLogger("kvtier.server")
 
 GROUP = "kvtier.server_extensions"
 _OURS = {
@@ -97,14 +100,22 @@ def _ask(tier: Tier, done: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def running(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Run these coroutines as tasks, and cancel them at the end of the context."""
+    """Run these coroutines as tasks, and cancel them at the end of the context. Logs which fails: a
+    bug."""
     tasks = [asyncio.create_task(work) for work in works]
+    for task in tasks:
+        task.add_done_callback(_ended)
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _ended(task: asyncio.Task[object]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("a bug: %r has ended", task.get_coro(), exc_info=task.exception())
 
 
 async def in_turns(steps: Steps[T]) -> T:

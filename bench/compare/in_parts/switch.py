@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.compare.in_parts.engine import BEGUN, POOL, WHOLE
-from kvtier.connectors.vllm import KVTierConnector
+from kvtier.connectors.vllm.connector import KVTierConnector
 from kvtier.connectors.vllm.scheduler_side.early import EarlyLoads
 
 __all__ = ["KVTierConnector"]

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import Job, PoolAddress, RankLayout, StepMetadata
 from kvtier.connectors.vllm.tables import NULL_BLOCK
 from kvtier.connectors.vllm.worker_side.ends import JobEnds
 from kvtier.connectors.vllm.worker_side.extension import WorkerExtension
@@ -115,7 +115,8 @@ class WorkerHalf:
         self._pools = Pools(rank, part_bytes, pinning, join)
         self._rank = rank
         self._model, self._extensions = model, extensions
-        self._ends = JobEnds()
+        self.ends = JobEnds()
+        """Ended jobs, of which blocks and the report are taken after :meth:`transfers`."""
         self._clock = time.perf_counter
         self._copying: deque[_Copying] = deque()
         self._running: deque[_Running] = deque()
@@ -171,16 +172,16 @@ class WorkerHalf:
         }
         self._pools.keep(pools.union(*(each.pools(metadata) for each in self._extensions)))
         self._pools.renew(metadata.renewed)
-        self._ends.report.step = metadata.number
-        self._ends.report.unmapped = self._pools.map_early(metadata.pool)
+        self.ends.report.step = metadata.number
+        self.ends.report.unmapped = self._pools.map_early(metadata.pool)
         for load in metadata.loads:
-            self._ends.expect(load)
+            self.ends.expect(load)
         refused = self._refuses_loads
         if refused:
             copying = [one.job for one in self._copying]
             self._copying.clear()
             for job in (*copying, *metadata.loads):
-                self._ends.refuse(job)
+                self.ends.refuse(job)
         else:
             for load in metadata.loads:
                 self._begin_load(load)
@@ -188,7 +189,7 @@ class WorkerHalf:
         for extension in self._extensions:
             self._go_on(extension, metadata, refused=refused)
         for end in metadata.ends:
-            self._ends.ended_in_parts(end)
+            self.ends.ended_in_parts(end)
 
     def _begin_load(self, job: Job) -> None:
         try:
@@ -198,17 +199,17 @@ class WorkerHalf:
                 return
             running = self._moved(copies, load=True)
         except UnmappedError:
-            self._ends.ended(job, failed=True)
+            self.ends.ended(job, failed=True)
             return
         except Exception:
             logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
-            self._ends.ended(job, failed=True)
+            self.ends.ended(job, failed=True)
             return
         self._running.append(_Running(job, running))
         # how long this copy takes is known only after its step was reported
         if self._token_s is not None:
-            self._ends.report.loaded_tokens += job.tokens
-            self._ends.report.load_s += self._token_s * job.tokens
+            self.ends.report.loaded_tokens += job.tokens
+            self.ends.report.load_s += self._token_s * job.tokens
 
     def _copy_on(self, computes: bool) -> None:
         """Copy chunks until all loads are done, or the time of this step is up."""
@@ -221,15 +222,15 @@ class WorkerHalf:
                 while left and now < until:
                     place, piece = left.popleft()
                     self._paged[place].load([piece])
-                    self._ends.report.loaded_tokens += block_tokens * len(piece[2])
+                    self.ends.report.loaded_tokens += block_tokens * len(piece[2])
                     now = self._clock()
             except Exception:
                 logger.exception("rank %d: load of %d blocks failed", self._rank, len(job.blocks))
                 failed = True
             if failed or not left:
                 self._copying.popleft()
-                self._ends.ended(job, failed=failed)
-        self._ends.report.load_s += now - begun
+                self.ends.ended(job, failed=failed)
+        self.ends.report.load_s += now - begun
 
     def _go_on(self, extension: WorkerExtension, metadata: StepMetadata, *, refused: bool) -> None:
         """Let an extension move KV for as long as :meth:`_copy_on` may copy."""
@@ -241,9 +242,9 @@ class WorkerHalf:
 
         ends = extension.step(metadata, part, lambda: self._clock() < until, refused=refused)
         for end in ends:
-            self._ends.told(end)
+            self.ends.told(end)
         # Counted with saves, because the time of loads makes estimates of plain loads.
-        self._ends.report.save_s += self._clock() - begun
+        self.ends.report.save_s += self._clock() - begun
 
     def _copy_s(self, computes: bool) -> float:
         return max(BUSY_COPY_S, BUSY_COPY_PART * self._forward_s) if computes else _IDLE_COPY_S
@@ -255,7 +256,7 @@ class WorkerHalf:
         if not self._model.replaced(looks=looks):
             return False
         self._replacements += 1
-        self._ends.report.replacements[self._rank] = self._replacements
+        self.ends.report.replacements[self._rank] = self._replacements
         return True
 
     def save(self, metadata: StepMetadata) -> None:
@@ -264,18 +265,18 @@ class WorkerHalf:
         self._confirm()
         begun = self._clock()
         if metadata.computes:
-            copied_s = self._ends.report.load_s + self._ends.report.save_s
+            copied_s = self.ends.report.load_s + self.ends.report.save_s
             self._forward_s = max(0.0, begun - self._step_began - copied_s)
         self._begin_saves(metadata.saves, metadata)
         if not metadata.reads_on:
             self._settle()
-        self._ends.report.save_s += self._clock() - begun
+        self.ends.report.save_s += self._clock() - begun
 
     def _begin_saves(self, jobs: Sequence[Job], metadata: StepMetadata) -> None:
         refused = metadata.replacements_seen[self._rank] < self._replacements
         for job in jobs:
             if refused:
-                self._ends.ended(job, failed=True)
+                self.ends.ended(job, failed=True)
                 continue
             try:
                 mapped = self._pools.of(job.pool)
@@ -285,27 +286,18 @@ class WorkerHalf:
                 if own:
                     self._running.append(_Running(job, self._moved(own, load=False)))
                 else:
-                    self._ends.ended(job, failed=False)
+                    self.ends.ended(job, failed=False)
             except UnmappedError:
-                self._ends.ended(job, failed=True)
+                self.ends.ended(job, failed=True)
             except Exception:
                 logger.exception("rank %d: save of %d blocks failed", self._rank, len(job.blocks))
-                self._ends.ended(job, failed=True)
+                self.ends.ended(job, failed=True)
 
     def transfers(self) -> tuple[set[str], set[str]]:
         """Return, for vLLM's ``get_transfer_results``, requests whose load has ended since the last
         call, and those of them whose load failed."""
         self._confirm()
-        return self._ends.take_transfers()
-
-    def failed_blocks(self) -> tuple[set[int], set[int]]:
-        """Return, for vLLM's ``get_block_ids_with_load_errors``, blocks of loads that failed, and
-        those that loads in parts have left to be computed. Called after :meth:`transfers`."""
-        return self._ends.take_blocks()
-
-    def report(self) -> StepReport:
-        """Return the report for vLLM's ``build_connector_worker_meta``."""
-        return self._ends.take_report()
+        return self.ends.take_transfers()
 
     def close(self) -> None:
         """Wait for the copies that run, then unmap."""
@@ -344,7 +336,7 @@ class WorkerHalf:
             if seconds and not failed:  # the copies share the device
                 self._token_s = sum(seconds) / max(1, job.tokens)
             self._running.popleft()
-            self._ends.ended(job, failed=failed)
+            self.ends.ended(job, failed=failed)
 
     def _moved(self, copies: Sequence[Placed], *, load: bool) -> list[Copy]:
         parts = []

@@ -58,33 +58,27 @@ _FAULTS = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 """Errors that a malformed message can cause."""
 
 
-class Followed:
-    """One engine of the fleet. ``followed``: its stream is connected, and the picture is up to
-    date."""
+class _Follower:
+    """Follower of one engine. ``followed``: its stream is connected, and the picture up to date."""
 
     def __init__(self, stream: Stream, most_blocks: int) -> None:
         self.stream = stream
-        self.name = stream.name
         self.picture = Picture(most_blocks)
         self.followed = False
         self.counts: Counter[str] = Counter()
-
-    def drop(self) -> None:
-        self.picture.clear()
-        self.counts["dropped"] += 1
-
-
-class _Follower:
-    """Follower of one engine. ``_next`` is the number of the message due next, or None for any."""
-
-    def __init__(self, engine: Followed, trouble: MutableMapping[str, str]) -> None:
-        self._engine, self._trouble = engine, trouble
+        self._trouble: MutableMapping[str, str] = {}
         self._next: int | None = None
+        """Number of the message due next, or None for any."""
         self._pause = _FIRST_PAUSE_S
         self._said: set[str] = set()
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _drop(self) -> None:
+        self.picture.clear()
+        self.counts["dropped"] += 1
+
+    async def run(self, trouble: MutableMapping[str, str]) -> None:
+        """Follow, until cancelled. ``trouble`` gets by subject what cannot be followed."""
+        loop, self._trouble = asyncio.get_running_loop(), trouble
         alone = loop.time()
         while True:
             why = "it ended"
@@ -94,10 +88,10 @@ class _Follower:
                 why = str(error) or "it does not answer"
             except Exception as error:
                 why = f"a bug, {type(error).__name__}"
-                logger.exception("%s: a bug: its stream cannot be read", self._engine.name)
-            was_followed, self._engine.followed = self._engine.followed, False
-            if was_followed or self._engine.picture.blocks:
-                self._engine.drop()
+                logger.exception("%s: a bug: its stream cannot be read", self.stream.name)
+            was_followed, self.followed = self.followed, False
+            if was_followed or self.picture.blocks:
+                self._drop()
             if was_followed:
                 alone = loop.time()
                 self._tell(f"its stream of KV events has ended: {why}")
@@ -107,9 +101,9 @@ class _Follower:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
     def _is_alone(self, why: str) -> None:
-        stream = self._engine.stream
+        stream = self.stream
         text = (
-            f"{self._engine.name}: its KV events cannot be followed at {stream.endpoint}: "
+            f"{self.stream.name}: its KV events cannot be followed at {stream.endpoint}: "
             f"{why:.200}; /v1/lookup knows nothing of it. Is the engine up? vLLM listens only at "
             "ipc:// endpoints and at those with a *, and connects to others: see "
             "deploy/routing/README.md"
@@ -120,20 +114,20 @@ class _Follower:
 
     @property
     def _subject(self) -> str:
-        return f"engine {self._engine.name}"
+        return f"engine {self.stream.name}"
 
     async def _connection(self) -> None:
-        peer = await zmtp.connected(self._engine.stream.endpoint, _MESSAGE_BYTES)
+        peer = await zmtp.connected(self.stream.endpoint, _MESSAGE_BYTES)
         try:
             await peer.greet("SUB", ("PUB", "XPUB"))
             await peer.send([b"\x01"])  # a subscription to everything
             self._next = None
-            if self._engine.stream.replay is not None:
+            if self.stream.replay is not None:
                 self._next = 0
                 await self._catch_up()
-            self._engine.followed = True
+            self.followed = True
             self._trouble.pop(self._subject, None)
-            logger.info("%s: its KV events are followed", self._engine.name)
+            logger.info("%s: its KV events are followed", self.stream.name)
             await self._listen(peer)
         finally:
             peer.close()
@@ -168,34 +162,34 @@ class _Follower:
             self._refuse("no message of vLLM's")
             return
         if self._next is not None and number > self._next:
-            self._engine.counts["gap"] += 1
+            self.counts["gap"] += 1
             await self._catch_up()
             if number > self._next:
-                self._engine.drop()
+                self._drop()
         if self._next is None or number >= self._next:
             await self._apply(number, frames[2])
 
     async def _apply(self, number: int, payload: bytearray) -> None:
         try:
-            await in_turns(self._engine.picture.apply(await in_turns(decoding(payload))))
+            await in_turns(self.picture.apply(await in_turns(decoding(payload))))
         except _FAULTS as error:
             self._refuse(str(error))
         else:
             self._pause = _FIRST_PAUSE_S
             self._said.clear()
-        self._engine.counts["message"] += 1
+        self.counts["message"] += 1
         self._next = number + 1
 
     def _refuse(self, why: str) -> None:
-        self._engine.counts["refused"] += 1
-        self._engine.drop()
+        self.counts["refused"] += 1
+        self._drop()
         self._tell(f"a message of its stream was refused: {why[:200]!r}")
 
     def _tell(self, text: str) -> None:
         """Log ``text`` once until a message is understood again: an engine could flood the log."""
         if text not in self._said and len(self._said) < _MOST_TEXTS:
             self._said.add(text)
-            _strangers.warning("%s: %s", self._engine.name, text)
+            _strangers.warning("%s: %s", self.stream.name, text)
 
     # ---- what was missed -------------------------------------------------------------------------
 
@@ -203,9 +197,9 @@ class _Follower:
         """Replay the missed messages. Raises TimeoutError for an answer without end."""
         ended, begun = False, None
         async with asyncio.timeout(_LONGEST_CATCH_UP_S):
-            while not ended and self._next != begun and self._engine.stream.replay is not None:
+            while not ended and self._next != begun and self.stream.replay is not None:
                 begun = self._next
-                ended = await self._replay(self._engine.stream.replay)
+                ended = await self._replay(self.stream.replay)
 
     async def _replay(self, endpoint: str) -> bool:
         """Apply a replay's messages. Returns False if it broke off and must be asked for again."""
@@ -229,7 +223,7 @@ class _Follower:
                 if number > next_ and not first:
                     return False
                 if number > next_:
-                    self._engine.drop()
+                    self._drop()
                 if number >= next_:
                     await self._apply(number, frames[-1])
                     first = False
@@ -261,16 +255,16 @@ def beside_server(config: Config) -> FollowedEngines | None:
 
 class FollowedEngines(EngineIndex, ServerExtension):
     def __init__(self, streams: Sequence[Stream]) -> None:
-        self._engines = [Followed(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
+        self._engines = [_Follower(stream, _MOST_BLOCKS // len(streams)) for stream in streams]
 
     def beside(self, server: Server) -> AbstractAsyncContextManager[None]:
         """Follow the engines. Tells ``server.trouble``, by subject, which cannot be followed."""
-        return running(*(_Follower(engine, server.trouble).run() for engine in self._engines))
+        return running(*(engine.run(server.trouble) for engine in self._engines))
 
     def status(self) -> list[EngineStatus]:
         return [
             EngineStatus(
-                engine=engine.name,
+                engine=engine.stream.name,
                 followed=engine.followed,
                 blocks=dict(engine.picture.blocks),
                 ignored_blocks=engine.picture.ignored,
@@ -284,5 +278,5 @@ class FollowedEngines(EngineIndex, ServerExtension):
         for engine in self._engines:
             leading = await in_turns(engine.picture.lookup(prompt))
             tiers = [EngineTierLookup(*pair) for pair in leading.items()]
-            found.append(EngineLookup(engine.name, leading.tokens, tiers, engine.followed))
+            found.append(EngineLookup(engine.stream.name, leading.tokens, tiers, engine.followed))
         return found

@@ -26,7 +26,7 @@ from kvtier.core.errors import ConfigError
 from kvtier.extensions import zmtp
 from kvtier.extensions.event_stream.announced import Announced
 from kvtier.protocol.kv_events import AllBlocksCleared, Event
-from kvtier.server.extension import ServerExtension
+from kvtier.server.extension import ServerExtension, running
 from kvtier.server.listeners import Listener, listen_unix
 from kvtier.server.strangers import LogLimit, accepted
 
@@ -74,7 +74,7 @@ class Publisher(ServerExtension):
         """Event of the next message: set, and replaced by a new one, when it is sent."""
         self._over = False
         self._loop: asyncio.AbstractEventLoop
-        self._listeners: list[tuple[Listener, Callable[[zmtp.Peer], Awaitable[None]]]] = []
+        self._doors: list[_Door] = []
         try:
             self._listen(stream.endpoint, self._subscriber)
             if stream.replay:
@@ -96,7 +96,7 @@ class Publisher(ServerExtension):
                 f"server_events: cannot listen at {endpoint}: {error}; give "
                 "ipc:///run/kvtier/events, or a free port and an address of this host in numbers"
             ) from error
-        self._listeners.append((listener, serve))
+        self._doors.append(_Door(listener, serve))
         if not listener.local:
             logger.warning(
                 "server_events=%s: every process that reaches it reads the tokens and cache salts "
@@ -106,8 +106,8 @@ class Publisher(ServerExtension):
             )
 
     def close(self) -> None:
-        for listener, _ in self._listeners:
-            listener.close()
+        for door in self._doors:
+            door.listener.close()
 
     @asynccontextmanager
     async def beside(self, server: Server) -> AsyncIterator[None]:
@@ -115,22 +115,18 @@ class Publisher(ServerExtension):
         server.announced = self.announced
         self._loop = server.loop
         self._add(AllBlocksCleared())
-        doors = [_Door(*listener) for listener in self._listeners]
-        tasks = [server.loop.create_task(door.open()) for door in doors]
-        following = server.loop.create_task(self._follow(server))
-        for task in (*tasks, following):
-            task.add_done_callback(_ended)
         try:
-            yield
+            async with running(*(door.open() for door in self._doors)):
+                try:
+                    async with running(self._follow(server)):
+                        yield
+                finally:
+                    self._add(AllBlocksCleared())
+                    self._send()
+                    self._over = True
+                    if any(door.clients for door in self._doors):
+                        await asyncio.sleep(_LINGER_S)
         finally:
-            await _stopped(following)
-            self._add(AllBlocksCleared())
-            self._send()
-            self._over = True
-            if any(door.clients for door in doors):
-                await asyncio.sleep(_LINGER_S)
-            for task in tasks:
-                await _stopped(task)
             self.close()
 
     async def _follow(self, server: Server) -> None:
@@ -224,17 +220,17 @@ class _Door:
     """One endpoint and its clients. On the loop."""
 
     def __init__(self, listener: Listener, serve: Callable[[zmtp.Peer], Awaitable[None]]) -> None:
-        self._listener, self._serve = listener, serve
+        self.listener, self._serve = listener, serve
         self.clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            async for sock, _ in accepted(loop, self._listener.socket):
+            async for sock, _ in accepted(loop, self.listener.socket):
                 if len(self.clients) >= _MOST_CLIENTS:
                     _strangers.warning(
                         "server_events: %s has its %d connections, and one more was refused",
-                        self._listener.address,
+                        self.listener.address,
                         _MOST_CLIENTS,
                     )
                     sock.close()
@@ -268,8 +264,3 @@ class _Door:
 async def _stopped(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.error("a bug: KV events are not published", exc_info=task.exception())

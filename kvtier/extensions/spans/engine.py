@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from kvtier.connectors.vllm.extension import EngineFacts, Extension, Tools
 from kvtier.connectors.vllm.groups import SpanMove
-from kvtier.connectors.vllm.metadata import InPlaceRun, SpanJob, SpanPass, StepMetadata, StepReport
+from kvtier.connectors.vllm.metadata import SpanJob, SpanPass, StepMetadata, StepReport
 from kvtier.connectors.vllm.scheduler_side.jobs import BegunLoad
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.chunk import ChunkKey
@@ -268,7 +268,7 @@ class Spans(Extension):
             reason = "missing" if asked.missing else "exact"
             self._end(asked, "slower" if is_moved(every) else reason)
             return False
-        if not self._has_room(sum(len(chunks_of(section, size)) for section in found)):
+        if 4 * sum(len(chunks_of(section, size)) for section in found) > store.most_held:
             self._warn("room", "it needs more than a quarter of the slots that the engine may hold")
             self._end(asked, "room")
             return False
@@ -327,10 +327,6 @@ class Spans(Extension):
                 asked.missing.append(source)
         return found
 
-    def _has_room(self, chunks: int) -> bool:
-        """Whether one request may claim ``chunks``: at most a quarter of the engine's slots."""
-        return chunks <= self._store.most_held // 4
-
     def _end(self, asked: SpanRequest, reason: str) -> None:
         asked.drop()
         asked.declined = reason
@@ -385,7 +381,7 @@ class Spans(Extension):
     ) -> SpanPass | None:
         tokens = prompt.request.prompt_token_ids
         runs = [
-            InPlaceRun(run.begin, run.moved, list(tokens[run.begin : run.end]))
+            run._replace(tokens=list(tokens[run.begin : run.end]))
             for run in runs_of(asked.ranges, asked.sections, asked.first, asked.begin)
         ]
         return SpanPass(number, prompt.request.request_id, list(blocks), runs) if runs else None

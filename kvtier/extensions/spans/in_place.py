@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvtier.connectors.vllm.metadata import InPlaceRun
+from kvtier.connectors.vllm.groups import InPlaceRun
 from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError
 

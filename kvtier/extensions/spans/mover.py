@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtier.connectors.vllm.groups import Kind, SpanMove
-from kvtier.connectors.vllm.metadata import InPlaceRun, PoolAddress, SpanJob, SpanPass, StepMetadata
+from kvtier.connectors.vllm.groups import InPlaceRun, Kind, SpanMove
+from kvtier.connectors.vllm.metadata import PoolAddress, SpanJob, SpanPass, StepMetadata
 from kvtier.connectors.vllm.worker_side.extension import JobEnd, Part, WorkerExtension
 from kvtier.connectors.vllm.worker_side.loaded import models_with
 from kvtier.core.errors import LayoutError, StateError

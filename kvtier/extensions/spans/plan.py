@@ -6,7 +6,7 @@ far as it is known, or in the home of one span. In a home the span begins where 
 its tokens move by ``distance`` places, which is none for the first span.
 
 An engine takes one run of tokens that it need not compute. So what lies in a *hole* between two
-sections has to be computed in place, which a worker does as one :class:`ComputedRun` a hole. It
+sections has to be computed in place, which a worker does as one :class:`InPlaceRun` a hole. It
 does the same with a *seam*, the first tokens of a span that is moved, so that they see what stands
 before them. Only so many tokens are computed in place. Sections end before the run that would be
 too much.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvtier.connectors.vllm.groups import SpanMove
+from kvtier.connectors.vllm.groups import InPlaceRun, SpanMove
 from kvtier.spans import Range
 
 PROMPT = 0
@@ -38,17 +38,6 @@ class Section(NamedTuple):
     @property
     def distance(self) -> int:
         return self.begin - self.first
-
-
-class ComputedRun(NamedTuple):
-    """Tokens ``begin`` to ``end`` of a prompt, which are computed in place.
-
-    Those before ``moved`` lie in a hole. The others, at least one, are a section's first tokens:
-    what was moved there must equal what the run computes."""
-
-    begin: int
-    moved: int
-    end: int
 
 
 class TooManyError(ValueError):
@@ -109,10 +98,10 @@ def sections_of(ranges: Sequence[Range], exact: int, homes: Sequence[int]) -> li
 
 def runs_of(
     ranges: Sequence[Range], sections: Sequence[Section], first: int, begin: int
-) -> list[ComputedRun]:
+) -> list[InPlaceRun]:
     """Return the holes behind the first ``begin`` tokens, and the first ``first`` tokens of each
     span that is moved, in ascending order."""
-    runs, reach = list[ComputedRun](), begin
+    runs, reach = list[InPlaceRun](), begin
     for section in sections:
         if section.end <= begin:
             continue
@@ -121,7 +110,7 @@ def runs_of(
         if section.distance:
             seam = max(seam, min(ranges[section.source].begin + first, section.end) - at)
         if seam:
-            runs.append(ComputedRun(reach, at, at + seam))
+            runs.append(InPlaceRun(reach, at, at + seam))
         reach = section.end
     return runs
 

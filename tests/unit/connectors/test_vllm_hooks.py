@@ -107,7 +107,8 @@ def test_a_failed_load_is_told_by_name_or_where_vllm_cannot_by_its_blocks(
     monkeypatch.setattr(module, "_NAMES_FAILED_LOADS", names)
     worker = made("WORKER")
     worker._worker = SimpleNamespace(
-        transfers=lambda: ({"one", "two"}, {"two"}), failed_blocks=lambda: ({4, 5}, {6})
+        transfers=lambda: ({"one", "two"}, {"two"}),
+        ends=SimpleNamespace(take_blocks=lambda: ({4, 5}, {6})),
     )
     told = worker.get_transfer_results(set())
     assert (told.finished_recving, told.failed_recving) == ({"one", "two"}, {"two"})

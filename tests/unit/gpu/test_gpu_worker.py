@@ -100,8 +100,8 @@ class Rank:
         self.half.load(metadata)
         self.half.save(metadata)
         self.ended, self.failed = self.half.transfers()
-        self.bad, self.left = self.half.failed_blocks()
-        return self.half.report()
+        self.bad, self.left = self.half.ends.take_blocks()
+        return self.half.ends.take_report()
 
     def fill(self, block, value):
         def forward():

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.connectors.vllm.groups import InPlaceRun
 from kvtier.extensions.spans.plan import (
     PROMPT,
-    ComputedRun,
     Section,
     bounded,
     chunks_of,
@@ -160,9 +160,9 @@ def test_every_home_has_the_anchor():
     ranges = laid(10, [(0, 5), (1, 7)])
     sections = sections_of(ranges, 0, [0, 17])
     assert sections == [Section(2, 0, 10, 0), Section(2, 16, 23, 10)]
-    assert runs_of(ranges, sections, 0, 0) == [ComputedRun(10, 16, 17)]
-    assert runs_of(ranges, sections, 3, 0) == [ComputedRun(10, 16, 19)]
-    assert runs_of(ranges, sections, 0, 12) == [ComputedRun(12, 16, 17)], "what is computed stays"
+    assert runs_of(ranges, sections, 0, 0) == [InPlaceRun(10, 16, 17)]
+    assert runs_of(ranges, sections, 3, 0) == [InPlaceRun(10, 16, 19)]
+    assert runs_of(ranges, sections, 0, 12) == [InPlaceRun(12, 16, 17)], "what is computed stays"
 
 
 def test_what_is_missing_of_a_home_is_a_hole():

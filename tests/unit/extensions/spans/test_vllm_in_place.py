@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtier.connectors.vllm.groups import SpanMove
+from kvtier.connectors.vllm.groups import InPlaceRun, SpanMove
 from kvtier.connectors.vllm.metadata import (
-    InPlaceRun,
     PoolAddress,
     SpanJob,
     SpanPass,
@@ -48,7 +47,12 @@ def copying(number=1, *, goes_on=True):
 
 
 def ordered(number=1, runs=(RUN,)):
-    return SpanPass(number, f"r{number}", TABLES[number], [InPlaceRun(*run) for run in runs])
+    return SpanPass(
+        number,
+        f"r{number}",
+        TABLES[number],
+        [InPlaceRun(begin, moved, begin + len(tokens), tokens) for begin, moved, tokens in runs],
+    )
 
 
 class Model:
@@ -154,7 +158,7 @@ class Rank:
         self.half.load(metadata)
         self.half.save(metadata)
         self.ended, self.failed = self.half.transfers()
-        return self.half.report()
+        return self.half.ends.take_report()
 
 
 @pytest.fixture
