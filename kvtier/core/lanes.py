@@ -20,7 +20,7 @@ Work = Callable[[], None]
 R = TypeVar("R")
 
 
-def future_of(lane: Lane, work: Callable[[], R]) -> Future[R] | None:
+def future_of(lane: Lane, work: Callable[[], R], *, urgent: bool = False) -> Future[R] | None:
     """Return the future result of ``work`` on the lane, or None if there was no room."""
     future: Future[R] = Future()
 
@@ -31,7 +31,7 @@ def future_of(lane: Lane, work: Callable[[], R]) -> Future[R] | None:
             except Exception as error:  # noqa: BLE001 - for who waits
                 future.set_exception(error)
 
-    return future if lane.submit(run) else None
+    return future if lane.submit(run, urgent=urgent) else None
 
 
 class Lane:

@@ -26,7 +26,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from kvtier.config.keys import Config
 from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError
-from kvtier.core.lanes import Lane
+from kvtier.core.lanes import Lane, future_of
 from kvtier.extensions import cache_server
 from kvtier.extensions.cache_server import CacheServer, safely, within
 from kvtier.extensions.lmcache_remote import packing
@@ -238,26 +238,15 @@ class KVTierRemote(RemoteConnector):
         unwanted: Callable[[R], None] = lambda _: None,
     ) -> R:
         """Return the result of ``work`` on the lane, or ``otherwise``. If LMCache has cancelled the
-        call, ``unwanted`` gets the result."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[R] = loop.create_future()
-
-        def arrived(result: R) -> None:
-            if answer.done():
-                unwanted(result)
-            else:
-                answer.set_result(result)
-
-        def run() -> None:
-            result = self._safely(work, otherwise)
-            try:
-                loop.call_soon_threadsafe(arrived, result)
-            except RuntimeError:  # the loop is closed
-                unwanted(result)
-
-        if not lane.submit(run, urgent=urgent):
+        call, ``unwanted`` gets the result, on the lane."""
+        answer = future_of(lane, lambda: self._safely(work, otherwise), urgent=urgent)
+        if answer is None:
             return otherwise
-        return await answer
+        try:
+            return await asyncio.shield(asyncio.wrap_future(answer))
+        except asyncio.CancelledError:
+            answer.add_done_callback(lambda done: unwanted(done.result()))
+            raise
 
 
 def _head(one: Any) -> Head:
