@@ -30,7 +30,7 @@ from kvtier.core.lookup import Asker
 from kvtier.core.pool import Pool
 from kvtier.core.processes import environment
 from kvtier.started import Started
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.registry import RegisteredTier
 from kvtier.tiers.seam import TierSection
 

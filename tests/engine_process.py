@@ -20,7 +20,7 @@ import time
 from kvtier.client.attachment import SharedPool
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import LAYOUT, SLOT, run
 

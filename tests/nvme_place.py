@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.chunk import ChunkLayout
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes

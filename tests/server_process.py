@@ -11,7 +11,7 @@ from kvtier.bench.processes.companion import listens
 from kvtier.client.client import Client
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.chunk import ChunkLayout, fingerprint
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.child_process import DEADLINE_S, ChildProcess, wait_for
 from tests.command import ROOT, bare
 from tests.forked import Forked, be_patient, serve, slow_down

@@ -17,7 +17,7 @@ from kvtier.client.connect import Address, ServerAccess, enter, hello, join
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.errors import KVTierError
 from kvtier.protocol import wire
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.child_process import DEADLINE_S
 from tests.server_process import LAYOUT, SLOT, attached, run, save
 

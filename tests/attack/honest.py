@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from kvtier.bench.report import percentile
 from kvtier.client.connect import Address, ServerAccess, hello
 from kvtier.core.errors import KVTierError
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.server_process import LAYOUT, SLOT, attached, run, save
 
 PROMPT = 7

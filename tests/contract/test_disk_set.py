@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from kvtier.testing import check_tier
-from kvtier.testing.check_tier import content
+from kvtier.testing import check_tier, content
 from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.several import parts_of
 from tests.clock import Clock

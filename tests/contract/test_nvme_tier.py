@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey, coldest_first
 from kvtier.core.errors import StateError, TierError
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme import files
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.disks import probe_disk

@@ -11,8 +11,7 @@ import pytest
 from kvtier.config.load import ENCRYPTION_KEY
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
 from kvtier.core.errors import ConfigError, StateError
-from kvtier.testing import DictTier, check_tier
-from kvtier.testing.check_tier import content
+from kvtier.testing import DictTier, check_tier, content
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import SLOTS_NAME
 from kvtier.tiers.sealed import SealedTier, sealed_bytes

@@ -18,7 +18,7 @@ from kvtier.core.pool import Pool
 from kvtier.core.tenant import owner_of
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme import disk_set, parts
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.parts import NvmeSection

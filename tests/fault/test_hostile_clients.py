@@ -19,7 +19,7 @@ from kvtier.protocol.inbox import Inbox
 from kvtier.server import connection
 from kvtier.server.strangers import ONE_HOSTS_PLACES
 from kvtier.store.store import Store
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.attack.clients import enter_raw, far
 from tests.attack.stage import own_mib
 from tests.child_process import most_lines, wait_for

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import TierError
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from tests.clock import Clock
 from tests.nvme_place import LAYOUT, SLOT, chunk_folder, fill, held, holds, is_direct, room, tried

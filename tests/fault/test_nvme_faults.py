@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey
 from kvtier.core.tenant import UNOWNED, owner_of
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.files import SlotFiles
 from kvtier.tiers.nvme.index import (
     EMPTY_RECORD,
@@ -184,7 +184,7 @@ WRITER = """
 import os, random, sys
 from pathlib import Path
 from kvtier.core.chunk import ChunkLayout
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.nvme_place import opened
 slot, seed, *disks = map(int, sys.argv[2:])
 keys = ChunkLayout(bytes(32), 1, 1, (slot,)).keys(range(40))

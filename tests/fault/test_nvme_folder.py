@@ -20,7 +20,7 @@ from kvtier.config.load import load as load_config
 from kvtier.core.errors import TierError
 from kvtier.core.secret_files import open_folder
 from kvtier.started import Started
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, holders_of_removed, leads_to
 from kvtier.tiers.nvme.in_use import wait_until_free

@@ -16,7 +16,7 @@ from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.errors import TierError
 from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.clock import Clock
 from tests.descriptors import descriptors

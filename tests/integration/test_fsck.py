@@ -9,7 +9,7 @@ import re
 import pytest
 
 from kvtier.core.errors import TierError
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme import files
 from kvtier.tiers.nvme.check import check, discard
 from kvtier.tiers.nvme.files import lock

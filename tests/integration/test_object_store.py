@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.lookup import Progress
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.away.object_layout import ObjectForm
 from tests import command
 from tests.admin_server import administered

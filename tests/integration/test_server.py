@@ -13,7 +13,7 @@ from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.protocol import wire
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import ran
 from tests.server_process import (

@@ -16,7 +16,7 @@ from kvtier.core.chunk import ChunkKey, ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError, TierError
 from kvtier.core.lookup import NO_LOOKUP
 from kvtier.started import Started
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.server_process import SLOT, ServerProcess, at_rest, attached, run, short_folder
 

@@ -20,8 +20,7 @@ from kvtier.protocol import wire
 from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.wire import client_proof
 from kvtier.store.store import Store
-from kvtier.testing import check_tier
-from kvtier.testing.check_tier import content
+from kvtier.testing import check_tier, content
 from tests.child_process import DEADLINE_S, wait_for
 from tests.feeding import feed
 from tests.rogue_server import hear, rogue

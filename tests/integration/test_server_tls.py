@@ -17,7 +17,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.started import Started
 from kvtier.store.store import Store
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.attack.clients import greetings, of_size
 from tests.certificates import make_certificates
 from tests.integration.test_server_tcp import TOKEN, cache_server, port, relay, token_file

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvtier.bench.processes.servers import free_port
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.lookup import Progress
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.check import check
 from tests.child_process import DEADLINE_S, wait_for
 from tests.mounts import silent

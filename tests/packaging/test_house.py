@@ -25,7 +25,12 @@ STAND_TWICE = {"Hint", "Setting"}
 # Who may read the environment: one function, and benchmarks that start servers.
 ENVIRONMENT = ("kvtier/core/processes.py", "bench/")
 # Who may start threads: lanes, what hammers tiers in tests, benchmarks, and a process of its own.
-THREADS = ("kvtier/core/lanes.py", "kvtier/testing/", "kvtier/tiers/away/library_main.py", "bench/")
+THREADS = (
+    "kvtier/core/lanes.py",
+    "kvtier/testing.py",
+    "kvtier/tiers/away/library_main.py",
+    "bench/",
+)
 # Who may start processes: one file, and the laboratory, which make starts in the checkout.
 WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
 LABORATORY = [path.removeprefix("kvtier/") for path in WHEEL["wheel"]["exclude"]]

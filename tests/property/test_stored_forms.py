@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.chunk import KEY_BYTES, PAGE_BYTES, ChunkKey
-from kvtier.testing import DictTier
-from kvtier.testing.check_tier import content
+from kvtier.testing import DictTier, content
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import (
     FORMAT_VERSION,

@@ -34,8 +34,7 @@ from kvtier.protocol.kv_events import BlockStored
 from kvtier.server.listeners import listen_tcp, listen_unix
 from kvtier.server.server import Server
 from kvtier.store.store import Store
-from kvtier.testing import DictTier
-from kvtier.testing.check_tier import content
+from kvtier.testing import DictTier, content
 
 SLOT = 4096
 LAYOUT = ChunkLayout(fingerprint({"model": "fuzz"}), 1, 1, (SLOT,))

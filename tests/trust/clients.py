@@ -8,7 +8,7 @@ from kvtier.core.chunk import PAGE_BYTES, ChunkLayout, fingerprint
 from kvtier.eviction.adaptive import Adaptive
 from kvtier.store.lease import LoadLease
 from kvtier.store.store import Store
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.trust.scheduler import Dead, Process, ViolationError
 
 SLOT = 2 * PAGE_BYTES

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtier.core.chunk import PAGE_BYTES, ChunkKey, ChunkLayout
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
 from tests.nvme_place import chunk_folder, delete
 

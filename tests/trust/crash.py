@@ -43,7 +43,7 @@ from kvtier.config.keys import Config
 from kvtier.core.chunk import PAGE_BYTES, fingerprint
 from kvtier.started import Started
 from kvtier.store.store import Store
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
 from kvtier.tiers.nvme.index import RECORD_BYTES, read_records

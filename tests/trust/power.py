@@ -47,7 +47,7 @@ from kvtier.core.lanes import Lane
 from kvtier.core.pool import Pool
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.store import Store
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from kvtier.tiers.nvme.check import check
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME

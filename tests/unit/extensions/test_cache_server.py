@@ -14,7 +14,7 @@ from kvtier.core.chunk import fingerprint
 from kvtier.core.errors import ConfigError
 from kvtier.core.lanes import Lane
 from kvtier.extensions.cache_server import connect, load_each, settings, tenant, within
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.server_process import LAYOUT, ServerProcess, run, short_folder
 
 SLOTS = 32

@@ -16,7 +16,7 @@ from kvtier.core.tenant import owner_of
 from kvtier.server import registry as registry_module
 from kvtier.server.registry import SizeClass, SizeClasses
 from kvtier.store.store import Store
-from kvtier.testing.check_tier import content
+from kvtier.testing import content
 from tests.child_process import DEADLINE_S
 from tests.clock import Clock
 from tests.nvme_place import opened, room

@@ -9,8 +9,7 @@ from kvtier.core.chunk import ChunkKey
 from kvtier.core.lookup import Progress
 from kvtier.core.pool import Pool
 from kvtier.store.store import Store
-from kvtier.testing import DictTier, ManualLane
-from kvtier.testing.check_tier import content
+from kvtier.testing import DictTier, ManualLane, content
 from tests.stores import assembled, keys
 
 SLOT = 512 * 1024  # two pieces

@@ -5,7 +5,7 @@ import pytest
 
 from kvtier.connectors.vllm.scheduler_side.prompts import Prompt
 from kvtier.core.lookup import RAM_PLACE
-from kvtier.testing.doubles import DictTier
+from kvtier.testing import DictTier
 from tests.announcing import BLOCK, CHUNK, GEOMETRY, Announcing, Asked
 from tests.stores import over
 

@@ -1,15 +1,18 @@
-"""The promises of :mod:`kvtier.tiers.base` as a test, for every tier, yours too."""
+"""Parts of tests of kvtier and of your own tiers, shipped, and as public as the library:
+:func:`check_tier`, the promises of :mod:`kvtier.tiers.base` as a test, for every tier, yours too;
+:class:`DictTier`, correct and in memory; and :class:`ManualLane`, which tests turn by hand."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from hashlib import shake_128
-from threading import Event
 
 from kvtier.core.chunk import ChunkKey, ChunkLayout
+from kvtier.core.lanes import Lane
 from kvtier.core.tenant import UNOWNED, owner_of, tenant
 from kvtier.tiers.base import ForwardingTier, Tier
 
@@ -234,7 +237,7 @@ def _check_threads(tier: _Checked, runs: Runs) -> None:
 def _check_race(tier: _Checked, runs: Runs) -> None:
     """Check reads of a key while it is deleted and its room is taken: whole or a miss."""
     key, *others = runs[0]
-    over = Event()
+    over = threading.Event()
 
     def read_on() -> None:
         while not over.is_set():
@@ -280,3 +283,82 @@ def _check_restart(make: Make, reopen: Make, runs: Runs, chunk_bytes: int) -> No
     tier.close([one[5], *coldest_first])
     with closing(_Checked(reopen(), chunk_bytes)) as tier:
         _promise(tier.found == coldest_first, "a restart keeps the order given to close")
+
+
+class DictTier(Tier):
+    """Tier of chunks in a dict. ``held`` is the medium: pass one tier's to the next to start again
+    with what it kept. Threads: all methods from any thread."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        name: str = "dict",
+        shared: bool = False,
+        held: dict[ChunkKey, bytes] | None = None,
+    ) -> None:
+        self.name, self.capacity, self.shared = name, capacity, shared
+        self.held: dict[ChunkKey, bytes] = {} if held is None else held
+        self._lock = threading.Lock()
+
+    def recovered(self) -> Sequence[ChunkKey]:
+        return list(self.held)
+
+    def write(self, key: ChunkKey, data: memoryview, owner: int = UNOWNED) -> bool:
+        with self._lock:
+            if key not in self.held and len(self.held) >= self.capacity:
+                return False
+            self.held[key] = bytes(data)
+            return True
+
+    def read(self, key: ChunkKey, into: memoryview) -> bool | None:
+        with self._lock:
+            data = self.held.get(key)
+            if data is None or len(data) != into.nbytes:
+                return False
+            into[:] = data
+            return True
+
+    def find(self, keys: Sequence[ChunkKey]) -> int:
+        with self._lock:
+            return next(
+                (count for count, key in enumerate(keys) if key not in self.held), len(keys)
+            )
+
+    def delete(self, key: ChunkKey) -> None:
+        with self._lock:
+            self.held.pop(key, None)
+
+    def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
+        with self._lock:
+            for key in coldest_first:
+                if key in self.held:
+                    self.held[key] = self.held.pop(key)
+
+
+class ManualLane(Lane):
+    """Lane that has no thread and runs nothing by itself. Single-threaded."""
+
+    def __init__(self, *, urgent_bound: int = 1024, bound: int = 1024) -> None:
+        super().__init__("manual", 0, urgent_bound=urgent_bound, bound=bound)
+        self.threads = 1
+
+    def __len__(self) -> int:
+        return sum(self.queued)
+
+    def turn(self, index: int = 0) -> None:
+        urgent = self.queues[True]
+        queue, place = (
+            (urgent, index) if index < len(urgent) else (self.queues[False], index - len(urgent))
+        )
+        work = queue[place]
+        del queue[place]
+        work()
+
+    def run(self) -> None:
+        while len(self):
+            self.turn()
+
+    def close(self, timeout_s: float) -> bool:
+        self.run()
+        return super().close(timeout_s)
