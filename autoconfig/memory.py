@@ -13,8 +13,7 @@ from pathlib import Path
 from kvtier.autoconfig.facts import UNLIMITED, Memory
 from kvtier.autoconfig.gpus import gpu_nodes
 from kvtier.core.fact import ROOT, Fact, fact_of, known, least, mounts, text_of, unknown
-from kvtier.core.pool import Pool
-from kvtier.core.region import HUGE_BYTES
+from kvtier.core.pool import HUGE_BYTES, Pool
 
 
 def probe_memory(root: Path = ROOT) -> Memory:

@@ -23,7 +23,7 @@ from kvtier.autoconfig.draft import Load, Plan, Row, TierDraft, break_even_row, 
 from kvtier.autoconfig.facts import GIB, MIB, UNLIMITED, Facts, Memory, SizingTrace
 from kvtier.config.keys import Config
 from kvtier.core.fact import Fact, known, least, or_assumed, unknown
-from kvtier.core.region import HUGE_BYTES
+from kvtier.core.pool import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
 from kvtier.tiers.nvme.disks import LOCAL_DISKS, NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.core.pool import Pool
-from kvtier.core.region import HUGE_BYTES
+from kvtier.core.pool import HUGE_BYTES, Pool
 
 _RESERVED = Path("/proc/sys/vm/nr_hugepages")
 SLOT = 7 << 20

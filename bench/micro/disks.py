@@ -34,7 +34,7 @@ from kvtier.bench.micro.nvme import (
 from kvtier.bench.report import Row, median_row, print_rows, write_results
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.disks import Disk
-from kvtier.tiers.nvme.several import lane_threads
+from kvtier.tiers.nvme.parts import lane_threads
 
 _MIB = 1 << 20
 _ARMS = {

@@ -360,7 +360,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         """Open the store. Raises ConfigError or TierError for what waiting does not repair."""
         from kvtier.assemble import assemble
         from kvtier.autoconfig.start import compute_for_engine
-        from kvtier.tiers.nvme.in_use import wait_until_free
+        from kvtier.tiers.nvme.folder import wait_until_free
 
         replica = self._vllm_config.parallel_config.data_parallel_index
         wait_until_free(started.nvme_folders(replica))

@@ -21,8 +21,8 @@ from kvtier.cli.key_flags import add_key_flags, given_keys
 from kvtier.config.keys import Config
 from kvtier.config.load import load, replaces_lmcache
 from kvtier.core.errors import ConfigError
+from kvtier.core.pool import HUGE_BYTES
 from kvtier.core.processes import environment
-from kvtier.core.region import HUGE_BYTES
 from kvtier.core.terminal import size_text
 from kvtier.started import Started, in_reserved_pages, ram_room
 from kvtier.tiers.seam import Finding

@@ -44,8 +44,7 @@ from kvtier.core.processes import environment
 from kvtier.core.terminal import size_text
 from kvtier.started import Started, require_ram
 from kvtier.tiers.nvme.disks import probe_disks
-from kvtier.tiers.nvme.folder import below
-from kvtier.tiers.nvme.in_use import wait_until_free
+from kvtier.tiers.nvme.folder import below, wait_until_free
 
 TRANSFER = {
     "kv_connector": CONNECTOR,

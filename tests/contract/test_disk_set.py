@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.testing import check_tier, content
 from kvtier.tiers.nvme.chunk_folder import ChunkFolder
-from kvtier.tiers.nvme.several import parts_of
+from kvtier.tiers.nvme.parts import parts_of
 from tests.clock import Clock
 from tests.nvme_place import LAYOUT, ON_SETS, SLOT, chunk_folder, fill, holds, opened, room
 

@@ -22,8 +22,13 @@ from kvtier.core.secret_files import open_folder
 from kvtier.started import Started
 from kvtier.testing import content
 from kvtier.tiers.nvme.check import check, discard
-from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, holders_of_removed, leads_to
-from kvtier.tiers.nvme.in_use import wait_until_free
+from kvtier.tiers.nvme.folder import (
+    INDEX_NAME,
+    SLOTS_NAME,
+    holders_of_removed,
+    leads_to,
+    wait_until_free,
+)
 from tests.child_process import wait_for
 from tests.descriptors import descriptors
 from tests.nvme_place import LAYOUT, SLOT, chunk_folder, fill, holds, room

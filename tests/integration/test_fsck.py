@@ -12,8 +12,7 @@ from kvtier.core.errors import TierError
 from kvtier.testing import content
 from kvtier.tiers.nvme import files
 from kvtier.tiers.nvme.check import check, discard
-from kvtier.tiers.nvme.files import lock
-from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME
+from kvtier.tiers.nvme.folder import INDEX_NAME, SLOTS_NAME, lock
 from kvtier.tiers.nvme.index import RECORD_BYTES, Superblock, pack_record, payload_checksum
 from tests.child_process import wait_for
 from tests.command import kvtier

@@ -22,8 +22,8 @@ import numpy as np
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.tenant import may
-from kvtier.tiers.nvme.files import lock, read_table
-from kvtier.tiers.nvme.folder import INDEX_NAME, LEARNT_NAME, SLOTS_NAME, TierFolder
+from kvtier.tiers.nvme.files import read_table
+from kvtier.tiers.nvme.folder import INDEX_NAME, LEARNT_NAME, SLOTS_NAME, TierFolder, lock
 from kvtier.tiers.nvme.index import (
     EMPTY_RECORD,
     FORMAT_VERSION,

@@ -14,8 +14,7 @@ from typing import Any
 
 from kvtier.core.fact import ROOT, UNSEEN, Fact, Mount, fact_of, known, mounts, text_of, unknown
 from kvtier.core.terminal import size_text
-from kvtier.tiers.nvme.folder import asked, may_take
-from kvtier.tiers.nvme.in_use import holder
+from kvtier.tiers.nvme.folder import asked, holder, may_take
 
 CANDIDATES = (
     "/var/lib/kvtier",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -34,6 +33,7 @@ from kvtier.tiers.nvme.folder import (
     TierFolder,
     holders_of_removed,
     leads_to,
+    lock,
 )
 from kvtier.tiers.nvme.index import FORMAT_VERSION, RECORD_BYTES, Superblock, table_bytes
 
@@ -302,16 +302,6 @@ class SlotFiles:
         for fd in (self.index, self._payload, self._null):
             if fd >= 0:
                 os.close(fd)
-
-
-def lock(index: int) -> str:
-    """Lock a folder by its index file. Returns the process that holds it, "" on success."""
-    try:
-        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
-        return f"process {holder.pid}" if holder else "another process"
-    return ""
 
 
 def read_table(index: int, slots: int) -> memoryview:

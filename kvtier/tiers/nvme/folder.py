@@ -1,10 +1,16 @@
 """TierFolder: a tier's folder (:mod:`kvtier.tiers.own_folder`), with a page of measured speeds. Who
-may write its parents can take it away, which :func:`leads_to` notices."""
+may write its parents can take it away, which :func:`leads_to` notices.
+
+An engine or server that was killed may live on for some seconds while it ends. The next one finds
+its chunks warm if it waits for that (:func:`wait_until_free`)."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from glob import iglob
@@ -17,13 +23,19 @@ from xxhash import xxh3_128_digest
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import TierError
 from kvtier.core.lanes import Lane, future_of
+from kvtier.tiers.nvme.index import Superblock
 from kvtier.tiers.own_folder import OwnFolder
+
+logger = logging.getLogger("kvtier")
 
 INDEX_NAME = "index.kvtier"
 SLOTS_NAME = "slots.kvtier"
 LEARNT_NAME = "learnt.kvtier"
 ANSWER_S = 5.0
 """Time after which a file system that does not answer is silent."""
+_HELD_S = 30.0
+"""Longest wait. A killed engine ends within seconds, or never."""
+_POLL_S = 0.1
 R = TypeVar("R")
 Q = TypeVar("Q")
 _silent: dict[Path, Future[Any]] = {}
@@ -93,6 +105,55 @@ def holders_of_removed(path: Path) -> list[int]:
             if os.readlink(link) == gone:
                 holders.add(int(Path(link).parts[2]))
     return sorted(holders)
+
+
+def lock(index: int) -> str:
+    """Lock a folder by its index file. Returns the process that holds it, "" on success."""
+    try:
+        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = Superblock.unpack(os.pread(index, PAGE_BYTES, 0))
+        return f"process {holder.pid}" if holder else "another process"
+    return ""
+
+
+def holder(folder: Path) -> str:
+    """Return the process that has this tier open. Empty if none, not this user's, or silent."""
+    return asked(folder, lambda: _holder(folder), "")
+
+
+def _holder(folder: Path) -> str:
+    with (
+        suppress(OSError, TierError),
+        TierFolder(folder) as files,
+        files.opened(INDEX_NAME, os.O_RDONLY) as index,
+    ):
+        return lock(index)
+    return ""
+
+
+def wait_until_free(folders: Iterable[Path], most_s: float = _HELD_S) -> None:
+    """Log who has a folder, and wait for its end. Raises TierError after ``most_s`` seconds."""
+    until = time.monotonic() + most_s
+    for folder in folders:
+        told = ""
+        while who := holder(folder):
+            if who != told:
+                logger.warning(
+                    "NVMe tier %s: in use by %s. An engine that was killed needs some seconds to "
+                    "end: waiting for it, at most %.0f s",
+                    folder,
+                    who,
+                    most_s,
+                )
+                told = who
+            if time.monotonic() >= until:
+                raise TierError(
+                    f"NVMe tier {folder}: still in use by {who} after {most_s:.0f} s; end it (an "
+                    "engine's own processes go on when the one that started them was killed), or "
+                    "give this one a folder of its own in nvme_path"
+                )
+            time.sleep(_POLL_S)
 
 
 _FORMAT = b"kvtier/learnt/1\n"

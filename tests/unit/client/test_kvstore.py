@@ -16,8 +16,7 @@ from kvtier.config.load import load as load_config
 from kvtier.core.chunk import ChunkLayout, fingerprint
 from kvtier.core.errors import ConfigError, StateError
 from kvtier.core.lookup import NO_LOOKUP, Progress
-from kvtier.core.pool import Pool
-from kvtier.core.region import make_region
+from kvtier.core.pool import Pool, make_region
 from kvtier.core.steps import whole
 from kvtier.eviction.hints import Hint
 from kvtier.store.store import Store

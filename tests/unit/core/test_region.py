@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier.client.attachment import SharedPool
-from kvtier.core import region
+from kvtier.core import pool as region
 from kvtier.core.errors import ConfigError
-from kvtier.core.pool import Pool
-from kvtier.core.region import HUGE_BYTES, make_reserved_region
+from kvtier.core.pool import HUGE_BYTES, Pool, make_reserved_region
 from tests.child_process import DEADLINE_S, wait_for
 from tests.command import ran
 from tests.descriptors import descriptors
