@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 import torch
 
-from kvtier.gpu.streams import CudaStreams
+from kvtier.gpu.staging import CudaStreams
 
 _LATE_S = 0.002
 

@@ -29,7 +29,7 @@ from kvtier.connectors.vllm.worker_side.pools import Pools
 from kvtier.connectors.vllm.worker_side.worker import GroupLayers, WorkerHalf
 from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of, staged
-from kvtier.gpu.streams import CudaStreams
+from kvtier.gpu.staging import CudaStreams
 from kvtier.testing import ManualLane
 
 CHUNKS, STEPS_WITHOUT_JOB = 128, 100

@@ -26,17 +26,16 @@ Rules for the caller:
   gives a result either, right or wrong.
 
 ``regions`` finds the rows. ``blocks`` is the interface, and copies on a CPU device, where a
-copy is done when the call returns. ``staged`` copies on CUDA over ``streams``, through the memory
-of ``staging``. ``rows`` moves rows between that memory and the blocks. On CUDA it uses ``kernel``,
-the only file that imports Triton. ``pinning`` page-locks slots. ``tests/unit`` runs all of it
-except ``CudaStreams`` on CPU tensors. ``tests/gpu`` runs the same tests where there is a CUDA
+copy is done when the call returns. ``staged`` copies on CUDA over the streams, and through the
+memory, of ``staging``. ``rows`` moves rows between that memory and the blocks. On CUDA it uses
+``kernel``, the only file that imports Triton. ``pinning`` page-locks slots. ``tests/unit`` runs all
+of it except ``CudaStreams`` on CPU tensors. ``tests/gpu`` runs the same tests where there is a CUDA
 device.
 """
 
 from kvtier.gpu.blocks import PagedBlocks, nothing
 from kvtier.gpu.pinning import Pinning
-from kvtier.gpu.regions import Region, regions_of
-from kvtier.gpu.slots import Copy, Job, slot_tensor
+from kvtier.gpu.regions import Copy, Job, Region, regions_of, slot_tensor
 
 __all__ = [
     "Copy",

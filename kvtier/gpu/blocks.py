@@ -11,11 +11,10 @@ import torch
 
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.errors import LayoutError, StateError
-from kvtier.gpu.regions import Region, merged
+from kvtier.gpu.regions import Array, Copy, Job, Region, block_ids, cut, merged
 from kvtier.gpu.rows import MakeRows, rows_of
-from kvtier.gpu.slots import Array, Copy, Job, block_ids, cut
 from kvtier.gpu.staged import Cuts, StagedCopier
-from kvtier.gpu.streams import CudaStreams
+from kvtier.gpu.staging import CudaStreams
 
 _SHORT_ROW_BYTES = 8 * PAGE_BYTES
 

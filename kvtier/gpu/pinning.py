@@ -16,7 +16,7 @@ import torch
 
 from kvtier.core.chunk import PAGE_BYTES
 from kvtier.core.lanes import Lane
-from kvtier.gpu.slots import slot_tensor
+from kvtier.gpu.regions import slot_tensor
 
 logger = logging.getLogger("kvtier.gpu")
 

@@ -36,11 +36,9 @@ from itertools import cycle, groupby, pairwise
 import numpy as np
 import torch
 
-from kvtier.gpu.regions import widest_word
+from kvtier.gpu.regions import Array, Copy, Job, widest_word
 from kvtier.gpu.rows import MakeRows, rows_of
-from kvtier.gpu.slots import Array, Copy, Job
-from kvtier.gpu.staging import Ring, StagingBatch, StagingSlot, budget, rings
-from kvtier.gpu.streams import CudaStreams
+from kvtier.gpu.staging import CudaStreams, Ring, StagingBatch, StagingSlot, budget, rings
 
 _BOUNCING = 2
 Cuts = Callable[[torch.Tensor], Sequence[int] | None]

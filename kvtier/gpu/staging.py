@@ -1,5 +1,5 @@
-"""Staging memory on the device: how much of it there is, how a chunk fits into it, and in which
-order its places are used.
+"""Staging memory on the device: how much of it there is, how a chunk fits into it, in which order
+its places are used, and the streams of the copies through it.
 
 All staging memory of an engine is one allocation. It is made once, at registration, and has no more
 bytes than :attr:`CudaStreams.room` allows (an eighth of the free memory at that time, 512 MiB at
@@ -19,8 +19,10 @@ most). It is cut into equal *places*:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -143,3 +145,55 @@ def rings(plan: Budget, word: torch.dtype, device: torch.device) -> tuple[Ring, 
         StagingSlot(one, plan.pieces) for one in words.split(plan.place_bytes // word.itemsize)
     ]
     return Ring(places[: plan.saving]), Ring(places[plan.saving :])
+
+
+_MOST_STAGING_BYTES, _STAGING_PART = 512 << 20, 8
+
+
+class CudaStreams:
+    """Streams, which run their work in order, and events, which mark a place in a stream: torch's
+    own objects. The copies use only what is named here. So tests can run them on CPU tensors, with
+    streams that delay work and run it in any order that a device may choose: of a stream
+    ``wait_event(event)``, and of an event ``query()``, ``synchronize()`` and
+    ``elapsed_time(later)`` in milliseconds.
+
+    CUDA's errors are sticky: after the first one every call of an event raises RuntimeError, also
+    the engine's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def room(self) -> int:
+        """Bytes of device memory that staging memory may take, a hard limit: an eighth of the
+        memory that the engine left free for its own peaks, and at most 512 MiB. A multiple of 2
+        MiB, the unit in which torch gets memory from the driver."""
+        return min(_MOST_STAGING_BYTES, self.free // _STAGING_PART) >> 21 << 21
+
+    @property
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def side(self) -> Any:
+        return torch.cuda.Stream(self._device)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Restore the current stream after calls of :meth:`do`. In inference mode: an engine may
+        have made its tensors in that mode, and such tensors change only in it."""
+        with torch.inference_mode(), torch.cuda.stream(self.current()):
+            yield
+
+    def do(self, stream: Any, work: Callable[[], object]) -> None:
+        torch.cuda.set_stream(stream)
+        work()
+
+    def record(self, stream: Any, *, timing: bool = False) -> Any:
+        return stream.record_event(torch.cuda.Event(enable_timing=timing))
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """Allocate page-locked memory, so that the device copies without the host's help."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)

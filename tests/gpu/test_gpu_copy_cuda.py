@@ -13,7 +13,7 @@ from kvtier.core.pool import Pool
 from kvtier.gpu import PagedBlocks, Pinning, regions_of, slot_tensor
 from kvtier.gpu.rows import TorchRows
 from kvtier.gpu.staged import StagedCopier
-from kvtier.gpu.streams import CudaStreams
+from kvtier.gpu.staging import CudaStreams
 from kvtier.testing import ManualLane
 from tests.unit.gpu.test_gpu_copy import (  # noqa: F401 - collected here again, with the place below
     IN_PIECES,

@@ -18,7 +18,7 @@ from kvtier.autoconfig.memory import probe_memory
 from kvtier.autoconfig.model import describe, probe_engine, probe_model
 from kvtier.autoconfig.plan import make_plan
 from kvtier.autoconfig.start import measure
-from kvtier.core import fact, region
+from kvtier.core import fact, pool
 from kvtier.core.errors import ConfigError
 from kvtier.core.fact import known
 from kvtier.tiers.nvme import disks as disk_probe
@@ -409,5 +409,5 @@ def test_reserved_huge_pages_that_are_promised_to_others_are_not_free(tmp_path):
 def test_whether_the_kernel_makes_huge_pages_is_tried(monkeypatch):
     populated(1).close()
     assert probe_memory().makes_huge.value is True
-    monkeypatch.setattr(region, "_COLLAPSE", 999)  # an advice that no kernel knows
+    monkeypatch.setattr(pool, "_COLLAPSE", 999)  # an advice that no kernel knows
     assert probe_memory().makes_huge.value is False

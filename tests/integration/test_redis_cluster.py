@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.cli.main import main
-from kvtier.tiers.redis.nodes import slot_of
+from kvtier.tiers.redis.servers import slot_of
 from tests.child_process import wait_for
 from tests.redis_server import RedisServer, cluster_url, redis_cluster, redis_sentinel
 from tests.server_process import SLOT, ServerProcess, attached, load, run, save, short_folder

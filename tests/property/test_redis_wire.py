@@ -19,7 +19,7 @@ from kvtier.tiers.redis.errors import (
     SetupError,
     WrongSizeError,
 )
-from kvtier.tiers.redis.nodes import MOST_NODES, SLOTS, cluster_map, slot_of
+from kvtier.tiers.redis.servers import MOST_NODES, SLOTS, cluster_map, slot_of
 from kvtier.tiers.redis.startup import NodeFacts, facts_of, limit_of
 from kvtier.tiers.redis.wire import INFO, SCANNED, SMALL, Wire
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtier.gpu.streams import CudaStreams
+from kvtier.gpu.staging import CudaStreams
 
 
 class Inline(CudaStreams):

@@ -14,12 +14,12 @@ until Redis is full, no server of their model runs, and a write needs their room
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from xxhash import xxh3_128
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.errors import TierError
@@ -28,57 +28,15 @@ from kvtier.core.tenant import UNOWNED
 from kvtier.tiers.away.tier import ASKED_CHUNKS, AwayTier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis import startup
-from kvtier.tiers.redis.chunk import get_chunk, put_chunk
-from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError
-from kvtier.tiers.redis.layout import Form
-from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.errors import FAULTS, MovedError, MovingError, RefusedError, WrongSizeError
+from kvtier.tiers.redis.layout import HEADER_BYTES, Form
+from kvtier.tiers.redis.servers import NodeHealth, RedisServers
 from kvtier.tiers.redis.upkeep import Census, Upkeep
 from kvtier.tiers.redis.wire import Reply, Wire
 
-_FULL_WAIT_S, _LONGEST_FULL_WAIT_S = 0.25, 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    away: Breaker
-    """Breaker of every call."""
-    full: Breaker
-    """Breaker of writes, beside ``away``: a full node still serves reads."""
-
-
-class NodeHealth:
-    """Breakers of the nodes. Threads: any. No I/O under ``_lock``."""
-
-    def __init__(self, servers: RedisServers, clock: Callable[[], float]) -> None:
-        self._servers, self._clock = servers, clock
-        self._lock = threading.Lock()
-        self._nodes: dict[str, Node] = {}
-
-    def of(self, name: bytes) -> Node:
-        """Return the breakers of the node of ``name``. Those of nodes that left the cluster are
-        dropped when a new node comes."""
-        place = self._servers.node_of(name)
-        with self._lock:
-            if place not in self._nodes:
-                self._nodes = dict(self._present())
-                full = Breaker(self._clock, 1, _FULL_WAIT_S, _LONGEST_FULL_WAIT_S)
-                self._nodes[place] = Node(Breaker(self._clock), full)
-            return self._nodes[place]
-
-    @property
-    def away(self) -> list[str]:
-        return [name for name, node in self._present() if node.away.open]
-
-    @property
-    def full(self) -> bool:
-        return any(node.full.open for _, node in self._present())
-
-    def _present(self) -> list[tuple[str, Node]]:
-        known = set(self._servers.nodes())
-        return [(name, node) for name, node in list(self._nodes.items()) if name in known]
-
-
 _LOG = logging.getLogger(__name__)
+TTL_GRACE_MS = 10_000
+"""Longer life of parts: a chunk whose time is over is a miss, and not a torn chunk."""
 T = TypeVar("T")
 
 
@@ -356,3 +314,65 @@ class RedisTier(AwayTier):
         if room:
             _LOG.info("%s: answers now, and has room for %d chunks", self._place, room)
         return room > 0
+
+
+def put_chunk(
+    wire: Wire, form: Form, owned: tuple[ChunkKey, int], data: memoryview, ttl_ms: int | None
+) -> RefusedError | None:
+    """Write the parts, then the header. On a refusal the parts are removed."""
+    key, owner = owned
+    digest = xxh3_128(key)
+
+    def parts() -> Iterator[tuple[bytes, memoryview]]:
+        for name, part in zip(form.part_names(key, data.nbytes), form.split(data), strict=True):
+            digest.update(part)
+            yield name, part
+
+    refusal = wire.put(parts(), None if ttl_ms is None else ttl_ms + TTL_GRACE_MS)
+    if refusal is None:
+        header = memoryview(form.header(key, data.nbytes, digest.digest(), owner))
+        refusal = wire.put([(form.header_name(key), header)], ttl_ms)
+    if refusal is not None:
+        wire.ask([("UNLINK", *form.names(key, data.nbytes))])
+    return refusal
+
+
+def get_chunk(wire: Wire, form: Form, key: ChunkKey, into: memoryview) -> str:
+    """Read header and parts. Returns the name of the event that the read counts as."""
+    header = memoryview(bytearray(HEADER_BYTES))
+    digest = xxh3_128(key)
+    parts, checksum = form.split(into), None
+    come = 0
+    try:
+        with closing(wire.get(form.names(key, into.nbytes), [header, *parts])) as memories:
+            for memory in memories:
+                if come:
+                    digest.update(memory)
+                elif (checksum := form.checksum(bytes(header), key, into.nbytes)) is None:
+                    return "corrupt"
+                come += 1
+    except WrongSizeError:
+        return "corrupt"
+    if come == 0:
+        return "misses"
+    if come <= len(parts):
+        return "evicted" if _is_torn(wire, form, key, into.nbytes) else "misses"
+    if checksum == digest.digest():
+        return "reads"
+    return "corrupt" if _is_still(wire, form, key, header) else "misses"
+
+
+def _is_still(wire: Wire, form: Form, key: ChunkKey, header: memoryview) -> bool:
+    """Return whether the stored header is still this one. If not, the chunk was written anew during
+    the read and must not be dropped: encryption gives each write other bytes."""
+    (now,) = wire.ask([("GET", form.header_name(key))])
+    return bool(now == header)
+
+
+def _is_torn(wire: Wire, form: Form, key: ChunkKey, length: int) -> bool:
+    """Return whether there is a header without one of its parts. If not, the chunk was deleted, and
+    maybe written anew, during the read and must not be dropped. EXISTS counts a name as often as it
+    is given, so one command, which is one moment, tells header and parts apart by the sum."""
+    parts = form.part_names(key, length)
+    (count,) = wire.ask([("EXISTS", *[form.header_name(key)] * (len(parts) + 1), *parts)])
+    return isinstance(count, int) and len(parts) < count < 2 * len(parts) + 1

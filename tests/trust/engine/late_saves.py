@@ -4,7 +4,7 @@ that saves them, and when the engine waits for them at the latest."""
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.gpu.slots import Copy, Job
+from kvtier.gpu.regions import Copy, Job
 
 _SOON = 0.02
 """How often a save is read when it is asked for."""

@@ -10,7 +10,7 @@ import torch
 
 from kvtier.gpu import Copy, PagedBlocks, regions_of
 from kvtier.gpu.staged import StagedCopier
-from kvtier.gpu.streams import CudaStreams
+from kvtier.gpu.staging import CudaStreams
 from tests.unit.paged_streams import Held
 
 BLOCKS, PER_CHUNK, LAYERS, ROW = 9, 3, 2, 8

@@ -13,9 +13,8 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.core.errors import TierError
 from kvtier.tiers.redis.connections import ConnectionFactory
 from kvtier.tiers.redis.errors import RedisError
-from kvtier.tiers.redis.nodes import ClusterNodes, SentinelNodes, slot_of
 from kvtier.tiers.redis.parts import RedisSection, probe
-from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.servers import ClusterNodes, RedisServers, SentinelNodes, slot_of
 from kvtier.tiers.redis.startup import node_facts
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.redis.url import parse

@@ -17,9 +17,8 @@ from kvtier.started import Started
 from kvtier.store.store import Store
 from kvtier.tiers.redis import parts, upkeep
 from kvtier.tiers.redis.layout import Form, names_told
-from kvtier.tiers.redis.nodes import slot_of
 from kvtier.tiers.redis.parts import RedisSection
-from kvtier.tiers.redis.servers import RedisServers
+from kvtier.tiers.redis.servers import RedisServers, slot_of
 from kvtier.tiers.redis.startup import hopeless
 from kvtier.tiers.redis.tier import RedisTier
 from tests.child_process import DEADLINE_S, wait_for
