@@ -7,20 +7,19 @@ call, so it ends in time however slowly the server gives its bytes.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import xxhash
 
 from kvtier.client.connect import PLAIN, ServerAccess, enter
 from kvtier.core.chunk import ChunkKey
-from kvtier.core.deadline import Deadline
+from kvtier.core.deadline import Deadline, KeptConnections
 from kvtier.core.errors import KVTierError, TierError
 from kvtier.core.lookup import REMOTE
 from kvtier.core.tenant import UNOWNED
@@ -67,9 +66,9 @@ class RemoteTier(Tier):
         self._counts: Counter[str] = Counter()
         self._access = access
         self._chunk_bytes = access.hello.chunk_bytes
-        self._idle: list[_Line] = []
+        self._lines = KeptConnections(self._connect)
         self._lock = threading.Lock()
-        self._closed = self._apart = False
+        self._apart = False
         self._clock, self._apart_due = clock, clock()
         self._breaker = Breaker(clock, 1, _WAIT_S, _LONGEST_WAIT_S)
         self.capacity = _LEAST_REMEMBERED_CHUNKS
@@ -81,7 +80,7 @@ class RemoteTier(Tier):
             self._failed(error)
         else:
             self.capacity = max(self.capacity, _REMEMBERED_FACTOR * welcomed.welcome.capacity)
-            self._idle.append(_Line(welcomed.socket))
+            self._lines.keep(_Line(welcomed.socket))
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -118,63 +117,28 @@ class RemoteTier(Tier):
 
     def close(self, coldest_first: Iterable[ChunkKey] = ()) -> None:
         """Close all connections. The order is not used: the server has its own."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for line in idle:
-            line.close()
+        self._lines.close()
 
     # ---- connections -----------------------------------------------------------------------------
 
     def _call(self, work: Callable[[_Line], R], fallback: R) -> R:
-        """Do ``work`` on a connection, and once more on a new one if a kept one turns out to be
-        dead. Returns ``fallback`` if the server fails, or is left alone after a fault."""
+        """Do ``work`` on a connection. Returns ``fallback`` if the server fails, or is left alone
+        after a fault."""
         if not self._breaker.allows():
             return fallback
-        for attempt in range(2):
-            try:
-                with self._line(fresh=attempt > 0) as line:
-                    result = work(line)
-            except _DeadLineError:
-                continue
-            except (OSError, KVTierError) as error:
-                self._failed(error)
-                return fallback
-            if self._breaker.ok():
-                logger.info("server at %s: answers again", self._access.address)
-            return result
-        return fallback
-
-    @contextlib.contextmanager
-    def _line(self, fresh: bool) -> Iterator[_Line]:
-        line = self._take(fresh)
-        kept = line.calls > 0
         try:
-            line.calls += 1
-            yield line
-        except BaseException as error:
-            line.close()
-            if kept and isinstance(error, ConnectionError):
-                raise _DeadLineError from error
-            raise
-        with self._lock:
-            if not self._closed:
-                self._idle.append(line)
-                return
-        line.close()
+            with self._lines.lent() as line:
+                result = work(line)
+        except (OSError, KVTierError) as error:
+            self._failed(error)
+            return fallback
+        if self._breaker.ok():
+            logger.info("server at %s: answers again", self._access.address)
+        return result
 
-    def _take(self, fresh: bool) -> _Line:
-        """Take an idle connection or a new one. ``fresh``: close the idle ones, which are dead."""
-        with self._lock:
-            if self._closed:
-                raise TierError("the tier is closed")
-            stale: list[_Line] = []
-            if fresh:
-                stale, self._idle = self._idle, []
-            elif self._idle:
-                return self._idle.pop()
-        for line in stale:
-            line.close()
+    def _connect(self) -> _Line:
+        if self._lines.closed:
+            raise TierError("the tier is closed")
         return _Line(enter(self._access, _CALL_S).socket)
 
     def _failed(self, error: Exception) -> None:
@@ -184,13 +148,9 @@ class RemoteTier(Tier):
             self._counts["failed"] += 1
             self._counts["corrupt"] += isinstance(error, _CorruptError)
             self._counts["breaker_trips"] += opened
-            if self._closed or not opened:
+            if self._lines.closed or not opened:
                 return
         logger.warning("server at %s: %s; misses for a while", self._access.address, error)
-
-
-class _DeadLineError(Exception):
-    """A kept connection had ended before its next call."""
 
 
 class _CorruptError(KVTierError): ...
@@ -201,7 +161,6 @@ class _Line:
     a chunk what its bytes need at 4 MiB/s. Cannot be used after an exception."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.calls = 0
         self._socket = sock
         self._number = 0
         self._inbox: Inbox[wire.StreamAnswer] = Inbox(wire.StreamAnswer, _MAX_ANSWER_BYTES)
@@ -242,6 +201,9 @@ class _Line:
         if not proven(hashed.digest(), seal.checksum):
             raise _CorruptError(f"chunk {key.hex()[:16]} came with a wrong checksum")
         return True
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()

@@ -1,5 +1,5 @@
 """Deadline: one bound in time for several calls on one blocking socket. :func:`reach`: the only way
-from a host's name to a socket.
+from a host's name to a socket. :class:`KeptConnections`: those of earlier calls.
 
 A socket's own timeout starts anew with every byte that moves. So a peer that gives one byte a
 second could hold a thread for as long as it likes.
@@ -12,11 +12,12 @@ import os
 import select
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
@@ -115,6 +116,74 @@ def _begin(place: _Place, trying: dict[int, socket.socket], poll: select.poll) -
         raise
     trying[sock.fileno()] = sock
     poll.register(sock, select.POLLOUT)
+
+
+class Connection(Protocol):
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Connection)
+
+
+class KeptConnections(Generic[C]):
+    """Connections that are kept between calls, each lent to one call at a time. ``connect`` makes
+    one more. Threads: any. No I/O under ``_lock``."""
+
+    def __init__(self, connect: Callable[[], C]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._idle: list[C] = []
+        self.closed = False
+
+    @contextmanager
+    def lent(self) -> Iterator[C]:
+        """Lend a connection for one call. A failed one is closed, and with one that was reset the
+        idle ones, which have the same end."""
+        connection = self._kept() or self._connect()
+        try:
+            yield connection
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, ConnectionError):
+                self._end_idle()
+            raise
+        self.keep(connection)
+
+    def keep(self, connection: C) -> None:
+        with self._lock:
+            if not self.closed and connection.fileno() >= 0:
+                self._idle.append(connection)
+                return
+        with suppress(OSError):
+            connection.close()
+
+    def close(self) -> None:
+        self.closed = True
+        self._end_idle()
+
+    def _end_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _kept(self) -> C | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if not _has_news(connection):
+                return connection
+            connection.close()
+
+
+def _has_news(connection: Connection) -> bool:
+    """Return whether an idle connection has ended, or got bytes that nobody asked for."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def is_loopback(host: str) -> bool:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import select
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import cache
 from typing import Protocol
 
-from kvtier.core.deadline import Deadline, reach
+from kvtier.core.deadline import Deadline, KeptConnections, reach
 from kvtier.core.errors import ConfigError
-from kvtier.core.lanes import Lane
+from kvtier.core.lanes import Lane, future_of
 from kvtier.tiers.redis.errors import LoginError, RedisError, RefusedError, SetupError, login_error
 from kvtier.tiers.redis.url import Address, Login, RedisUrl, Tls
 from kvtier.tiers.redis.wire import Wire
@@ -40,9 +39,9 @@ class ProvidedLogins:
         """Return the next login, or one that an earlier caller gave up on. Raises FAULTS."""
         with self._lock:
             if self._asking is None:
-                self._asking = Future()
-                self._lane.submit(partial(self._ask, self._asking))
+                self._asking = future_of(self._lane, self._ask)
             asking = self._asking
+        assert asking is not None, "its lane was empty"
         try:
             return asking.result(within_s)
         except TimeoutError:
@@ -52,20 +51,18 @@ class ProvidedLogins:
                 if asking.done() and self._asking is asking:
                     self._asking = None
 
-    def _ask(self, asking: Future[Login]) -> None:
+    def _ask(self) -> Login:
         try:
             given: object = self._provider.get_credentials()
         except BaseException as error:  # noqa: BLE001 - its words may hold a token
             kind = type(error).__name__
-            asking.set_exception(RedisError(f"redis_credential_provider failed: {kind}"))
-            return
+            raise RedisError(f"redis_credential_provider failed: {kind}") from None
         match given:
             case (str() as password,) | (str(), str() as password):
                 self.passwords = (*self.passwords[-7:], password)
-                asking.set_result(Login(given[0] if len(given) > 1 else None, password))
-            case _:
-                wanted = "neither (password,) nor (user, password)"
-                asking.set_exception(SetupError(f"redis_credential_provider gave {wanted}"))
+                return Login(given[0] if len(given) > 1 else None, password)
+        wanted = "neither (password,) nor (user, password)"
+        raise SetupError(f"redis_credential_provider gave {wanted}")
 
 
 @cache
@@ -176,17 +173,15 @@ def _context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-class ConnectionPool:
-    """At most ``connections`` connections to one server. Threads: any. No I/O under ``_lock``."""
+class ConnectionPool(KeptConnections[socket.socket]):
+    """At most ``connections`` connections to one server."""
 
     def __init__(
         self, factory: ConnectionFactory, address: Address | None, connections: int
     ) -> None:
-        self._factory, self._address = factory, address
+        super().__init__(lambda: factory.connect(address))
+        self._factory = factory
         self._places = threading.BoundedSemaphore(connections)
-        self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
-        self._closed = False
 
     @contextmanager
     def wire(self) -> Iterator[Wire]:
@@ -195,44 +190,7 @@ class ConnectionPool:
         if not self._places.acquire(timeout=timeout_s):
             raise TimeoutError("every connection is in use")
         try:
-            connection = self._kept() or self._factory.connect(self._address)
-            try:
+            with self.lent() as connection:
                 yield Wire(connection, timeout_s, self._factory.secrets)
-            except BaseException:
-                connection.close()
-                raise
-            self._keep(connection)
         finally:
             self._places.release()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-    def _kept(self) -> socket.socket | None:
-        while True:
-            with self._lock:
-                if not self._idle:
-                    return None
-                connection = self._idle.pop()
-            if not _has_news(connection):
-                return connection
-            connection.close()
-
-    def _keep(self, connection: socket.socket) -> None:
-        with self._lock:
-            if not self._closed and connection.fileno() >= 0:
-                self._idle.append(connection)
-                return
-        with suppress(OSError):
-            connection.close()
-
-
-def _has_news(connection: socket.socket) -> bool:
-    """Return whether an idle connection has ended, or got bytes that nobody asked for."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
