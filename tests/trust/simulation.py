@@ -552,7 +552,7 @@ def replaced(sim):
         before += [(module, name, vars(module)[name]) for name in stand_ins if name in vars(module)]
     files: Any = kvtier.tiers.nvme.files
     nvme: Any = kvtier.tiers.nvme
-    before += [(files, "os", files.os), (files, "fcntl", files.fcntl)]
+    before += [(files, "os", files.os), (nvme.folder, "fcntl", nvme.folder.fcntl)]
     for module in (kvtier.tiers.own_folder, nvme.folder, nvme.chunk_folder):
         before.append((module, "os", vars(module)["os"]))
     before.append((files, "holders_of_removed", files.holders_of_removed))
