@@ -76,6 +76,17 @@ def test_a_connection_that_failed_is_not_kept(pool, listener):
     assert not pool._idle
 
 
+def test_with_a_connection_that_was_reset_the_idle_ones_end(pool, listener):
+    with pool.wire(), pool.wire():
+        theirs = [listener.accept()[0] for _ in range(2)]
+    assert len(pool._idle) == 2
+    with pytest.raises(ConnectionResetError), pool.wire():
+        raise ConnectionResetError
+    assert not pool._idle, "the server has started again"
+    for each in theirs:
+        each.close()
+
+
 def test_no_more_connections_than_were_asked_for(pool, listener):
     pool._factory.timeout_s = 0.05
     with pool.wire(), pool.wire(), pytest.raises(TimeoutError, match="in use"), pool.wire():
