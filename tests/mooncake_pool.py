@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.bench.processes.servers import free_port
 from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
-from kvtier.tiers.away.object_layout import ObjectForm
+from kvtier.tiers.away.whole_objects import ObjectForm
 from tests.child_process import ChildProcess
 from tests.conftest import ROOT
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE

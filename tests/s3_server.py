@@ -10,7 +10,7 @@ import pytest
 from kvtier.bench.processes.servers import free_port
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.tier import ObjectTier
-from kvtier.tiers.away.object_layout import ObjectForm
+from kvtier.tiers.away.whole_objects import ObjectForm
 from tests.child_process import ChildProcess
 from tests.tier_chunks import CHUNK_BYTES, NAMESPACE
 

@@ -12,7 +12,7 @@ from kvtier.bench.processes.servers import free_port
 from kvtier.client.connect import Address, ServerAccess, client_tls, enter, hello
 from kvtier.client.remote_tier import RemoteTier
 from kvtier.core.errors import KVTierError
-from kvtier.tiers.away.object_layout import room
+from kvtier.tiers.away.whole_objects import room
 from kvtier.tiers.redis.layout import Form
 from tests.admin_server import TOKEN
 from tests.attack import admin_bodies, bucket, clients, event_streams

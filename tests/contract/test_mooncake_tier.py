@@ -11,7 +11,7 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
 from kvtier.testing import check_tier
-from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, header
+from kvtier.tiers.away.whole_objects import HEADER_BYTES, ObjectForm, header
 from tests.mooncake_pool import CALLS, FORM, Mooncake, mooncake, python
 from tests.tier_chunks import CHUNK_BYTES, KEYS, chunk, holds
 

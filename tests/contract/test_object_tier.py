@@ -14,7 +14,7 @@ from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.parts import ObjectSection, probe
 from kvtier.extensions.objects.tier import ObjectTier
 from kvtier.testing import check_tier
-from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm
+from kvtier.tiers.away.whole_objects import HEADER_BYTES, ObjectForm
 from tests.child_process import wait_for
 from tests.clock import Clock
 from tests.http_server import answered_by

@@ -10,7 +10,7 @@ from kvtier.core.chunk import ChunkLayout
 from kvtier.core.errors import TierError
 from kvtier.extensions.objects.bucket import Bucket
 from kvtier.extensions.objects.tier import ObjectTier
-from kvtier.tiers.away.object_layout import HEADER_BYTES
+from kvtier.tiers.away.whole_objects import HEADER_BYTES
 from kvtier.tiers.breaker import OPENING_FAULTS
 from tests.clock import Clock
 from tests.memory_bucket import beside

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.core.lookup import Progress
 from kvtier.testing import content
-from kvtier.tiers.away.object_layout import ObjectForm
+from kvtier.tiers.away.whole_objects import ObjectForm
 from tests import command
 from tests.admin_server import administered
 from tests.child_process import wait_for

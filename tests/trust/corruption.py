@@ -420,7 +420,7 @@ OBJECT_CHUNK, OBJECT_CHUNKS = 300, 64
 def objects(payload_bits, seed=0):
     """All of it, on a store in memory."""
     from kvtier.extensions.objects.tier import ObjectTier
-    from kvtier.tiers.away.object_layout import HEADER_BYTES
+    from kvtier.tiers.away.whole_objects import HEADER_BYTES
     from tests.memory_bucket import MemoryBucket
     from tests.s3_server import FORM
 
@@ -491,7 +491,7 @@ def foreign_objects(tally, bucket, form, keys):
     """Another version's and another model's objects under names of their own: not seen, not
     touched."""
     from kvtier.extensions.objects.tier import ObjectTier
-    from kvtier.tiers.away.object_layout import ObjectForm
+    from kvtier.tiers.away.whole_objects import ObjectForm
 
     other = ObjectTier(bucket, ObjectForm("cache/a", b"another"), 1 << 20, OBJECT_CHUNK)
     reader = Reader(tally, keys, OBJECT_CHUNK)

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.core.chunk import ChunkKey
 from kvtier.core.tenant import UNOWNED
-from kvtier.tiers.away.object_layout import HEADER_BYTES, room
+from kvtier.tiers.away.whole_objects import HEADER_BYTES, room
 from kvtier.tiers.base import ForwardingTier, Tier
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.redis.errors import RedisError, RefusedError, WrongSizeError

@@ -58,8 +58,8 @@ from kvtier.store.lease import LoadLease
 from kvtier.store.lower.lower_tier import TierSpec
 from kvtier.store.lower.write_budget import WriteBudget
 from kvtier.store.store import Store
-from kvtier.tiers.away.object_layout import ObjectForm
-from kvtier.tiers.away.object_layout import room as object_room
+from kvtier.tiers.away.whole_objects import ObjectForm
+from kvtier.tiers.away.whole_objects import room as object_room
 from kvtier.tiers.nvme.chunk_folder import ChunkFolder
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
 from kvtier.tiers.nvme.index import table_bytes

@@ -40,7 +40,7 @@ _CALLS = 4
 
 def open(own: MooncakeSection, around: seam.Opening) -> seam.Opened:
     from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
-    from kvtier.tiers.away.object_layout import ObjectForm
+    from kvtier.tiers.away.whole_objects import ObjectForm
 
     assert own.url is not None
     store = MooncakeStore(own.url, around.chunk_bytes, _CALLS)

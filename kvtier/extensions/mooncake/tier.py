@@ -18,8 +18,7 @@ from kvtier.core.errors import TierError
 from kvtier.core.processes import chosen, environment
 from kvtier.extensions.mooncake.url import MooncakeUrl, parse
 from kvtier.tiers.away import library_process
-from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
-from kvtier.tiers.away.whole_objects import WholeObjectTier
+from kvtier.tiers.away.whole_objects import HEADER_BYTES, ObjectForm, WholeObjectTier, room
 
 MooncakeError = library_process.LibraryError
 

@@ -21,7 +21,7 @@ from kvtier.core.processes import chosen, environment
 from kvtier.core.tenant import OWNER_BYTES, UNOWNED
 from kvtier.extensions.objects.url import ObjectUrl, parse
 from kvtier.tiers.away import library_process
-from kvtier.tiers.away.object_layout import HEADER_BYTES, ObjectForm, room
+from kvtier.tiers.away.whole_objects import HEADER_BYTES, ObjectForm, room
 
 _ENDPOINTS = (
     *("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -149,7 +149,7 @@ _INSTANCE_ROLE = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.goog
 
 class Bucket:
     """Requests to one bucket. Names are those of
-    :class:`~kvtier.tiers.away.object_layout.ObjectForm`. Credentials, region and endpoint are the
+    :class:`~kvtier.tiers.away.whole_objects.ObjectForm`. Credentials, region and endpoint are the
     environment's.
 
     Raises ConfigError for a URL that cannot be read. Threads: any. Every method blocks until the

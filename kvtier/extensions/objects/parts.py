@@ -180,7 +180,7 @@ _TRIAL_BYTES = 32 << 20
 def open(own: ObjectSection, around: seam.Opening) -> seam.Opened:
     from kvtier.extensions.objects.bucket import Bucket
     from kvtier.extensions.objects.tier import ObjectTier
-    from kvtier.tiers.away.object_layout import ObjectForm
+    from kvtier.tiers.away.whole_objects import ObjectForm
 
     assert own.url is not None
     bucket = Bucket(own.url, around.chunk_bytes)

@@ -19,9 +19,8 @@ from kvtier.core.lanes import Lane
 from kvtier.core.steps import pieces
 from kvtier.core.tenant import UNOWNED, may
 from kvtier.extensions.objects.bucket import Bucket
-from kvtier.tiers.away.object_layout import HEADER_BYTES
 from kvtier.tiers.away.tier import ASKED_CHUNKS
-from kvtier.tiers.away.whole_objects import WholeObjectTier
+from kvtier.tiers.away.whole_objects import HEADER_BYTES, WholeObjectTier
 
 _LOG = logging.getLogger(__name__)
 _ALL_ASKED_CHUNKS = 8

@@ -1,24 +1,77 @@
 """WholeObjectTier: common parts of tiers whose store keeps a chunk as one object, whole or not at
-all: a bucket, a pool of other hosts' memory.
+all: a bucket, a pool of other hosts' memory::
 
-A reader compares XXH3-128 over key and payload, so a wrong byte is a miss and a count, and never
-served.
+    <prefix>/kvtier-1/<namespace>/<key>          header, 80 bytes, then the payload
+
+The format's version is in the name, so that servers of different versions never read each other's
+bytes. A reader compares XXH3-128 over key and payload, so a wrong byte is a miss and a count, and
+never served.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvtier.core.chunk import ChunkKey
-from kvtier.core.errors import TierError
+from xxhash import xxh3_128
+
+from kvtier.core.chunk import KEY_BYTES, ChunkKey
+from kvtier.core.errors import ConfigError, TierError
 from kvtier.core.tenant import UNOWNED
-from kvtier.tiers.away.object_layout import ObjectForm, header, room
 from kvtier.tiers.away.tier import AwayTier
 from kvtier.tiers.breaker import Breaker
+
+FORMAT_VERSION = 1
+CHECKSUM_BYTES = 16
+_MAGIC = b"kvtier/O"
+_HEAD = struct.Struct(f"<8sHHIQ{KEY_BYTES}s")
+HEADER_BYTES = _HEAD.size + CHECKSUM_BYTES
+_NAMESPACE_BYTES = 32
+
+
+class ObjectForm:
+    """Names of one model's chunks. ``namespace``: for the model, its layout and the encryption key.
+    Raises ConfigError for one that cannot be used."""
+
+    def __init__(self, prefix: str, namespace: bytes) -> None:
+        if not 1 <= len(namespace) <= _NAMESPACE_BYTES:
+            raise ConfigError(
+                f"a namespace of {len(namespace)} bytes, expected 1 to {_NAMESPACE_BYTES}"
+            )
+        self.folder = (
+            f"{prefix}/" if prefix else ""
+        ) + f"kvtier-{FORMAT_VERSION}/{namespace.hex()}"
+        """Prefix of the names of all chunks, and of trials."""
+
+    def name(self, key: ChunkKey) -> str:
+        return f"{self.folder}/{key.hex()}"
+
+    def key(self, name: str) -> ChunkKey | None:
+        """Return the key of a chunk's name, or None for a trial's or any other name."""
+        text = name.removeprefix(f"{self.folder}/")
+        if text == name or len(text) != 2 * KEY_BYTES:
+            return None
+        try:
+            found = ChunkKey(bytes.fromhex(text))
+        except ValueError:
+            return None
+        return found if found.hex() == text else None
+
+
+def header(key: ChunkKey, payload: memoryview) -> bytes:
+    """Make a header: key, payload's length, and XXH3-128 over key and payload."""
+    digest = xxh3_128(key)
+    digest.update(payload)
+    return _HEAD.pack(_MAGIC, FORMAT_VERSION, 0, 0, payload.nbytes, key) + digest.digest()
+
+
+def room(length: int) -> int:
+    return HEADER_BYTES + length
+
 
 T = TypeVar("T")
 

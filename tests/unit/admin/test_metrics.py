@@ -29,7 +29,7 @@ from kvtier.server.registry import SizeClasses
 from kvtier.store.reports.zero_hits import ZeroHits
 from kvtier.store.store import Store
 from kvtier.testing import ManualLane
-from kvtier.tiers.away import object_layout
+from kvtier.tiers.away import whole_objects
 from kvtier.tiers.base import ForwardingTier
 from kvtier.tiers.nvme import index as nvme_index
 from kvtier.tiers.nvme.disk_set import DiskPlace, DiskSet
@@ -376,7 +376,7 @@ def test_the_page_for_operations_names_the_formats():
     text = (ROOT / "deploy/OPERATIONS.md").read_text()
     assert f"| NVMe (`index.kvtier`) | {nvme_index.FORMAT_VERSION} |" in text
     assert f"| Redis (`...:{redis_layout.FORMAT_VERSION}:...`) |" in text
-    assert f"| bucket (`kvtier-{object_layout.FORMAT_VERSION}/`) |" in text
+    assert f"| bucket (`kvtier-{whole_objects.FORMAT_VERSION}/`) |" in text
 
 
 async def _asked(served, path, *, far=False, token=""):

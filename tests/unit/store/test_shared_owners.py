@@ -13,7 +13,7 @@ from kvtier.server.registry import SizeClass
 from kvtier.server.stream import ChunkStream
 from kvtier.testing import DictTier
 from kvtier.tiers.away.library_process import LibraryError
-from kvtier.tiers.away.object_layout import ObjectForm, room
+from kvtier.tiers.away.whole_objects import ObjectForm, room
 from kvtier.tiers.sealed import SealedTier, sealed_bytes
 from tests.answering import Session
 from tests.memory_bucket import MemoryBucket

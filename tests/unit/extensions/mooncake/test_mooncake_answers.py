@@ -12,7 +12,7 @@ from kvtier.config.load import load
 from kvtier.core.errors import ConfigError
 from kvtier.extensions.mooncake.tier import MooncakeStore, MooncakeTier
 from kvtier.extensions.mooncake.url import MooncakeUrl, masked, parse
-from kvtier.tiers.away.object_layout import ObjectForm
+from kvtier.tiers.away.whole_objects import ObjectForm
 from tests.tier_chunks import CHUNK_BYTES, KEYS, NAMESPACE, chunk, holds
 
 LIBRARY = """

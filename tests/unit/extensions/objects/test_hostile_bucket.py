@@ -15,7 +15,7 @@ from kvtier.extensions.objects import bucket as buckets
 from kvtier.extensions.objects.bucket import FAULTS, Bucket
 from kvtier.extensions.objects.child import BucketCalls
 from kvtier.extensions.objects.tier import ObjectTier
-from kvtier.tiers.away.object_layout import header, room
+from kvtier.tiers.away.whole_objects import header, room
 from tests.attack.bucket import (
     Answer,
     Turncoat,
