@@ -118,12 +118,12 @@ def _begin(place: _Place, trying: dict[int, socket.socket], poll: select.poll) -
     poll.register(sock, select.POLLOUT)
 
 
-class Connection(Protocol):
+class KeptSocket(Protocol):
     def fileno(self) -> int: ...
     def close(self) -> None: ...
 
 
-C = TypeVar("C", bound=Connection)
+C = TypeVar("C", bound=KeptSocket)
 
 
 class KeptConnections(Generic[C]):
@@ -179,7 +179,7 @@ class KeptConnections(Generic[C]):
             connection.close()
 
 
-def _has_news(connection: Connection) -> bool:
+def _has_news(connection: KeptSocket) -> bool:
     """Return whether an idle connection has ended, or got bytes that nobody asked for."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLIN)
