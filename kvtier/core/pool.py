@@ -46,7 +46,7 @@ _NAME, _RESERVED_NAME = "kvtier-pool", "kvtier-huge"
 """Names of the memfds. Reserved pages are not part of the memory for which others compete, and have
 a name of their own for those who count memory."""
 # linux/mman.h, Linux 5.14 (populate) and 6.1. Python's mmap module does not name them.
-_REMOVE, _POPULATE_READ, _POPULATE_WRITE, _COLLAPSE = 9, 22, 23, 25
+_MADV_REMOVE, _MADV_POPULATE_READ, _POPULATE_WRITE, _COLLAPSE = 9, 22, 23, 25
 _MOST_REFUSALS = 8
 """Refusals in a row after which the kernel is not asked any more: each attempt searches memory."""
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # linux/mman.h
@@ -291,7 +291,7 @@ class Pool:
         if not self.reserved:
             begin, end = slot * self.slot_bytes, (slot + 1) * self.slot_bytes
             self._huge.split(begin, end)
-            self._advise(begin, end, _REMOVE)
+            self._advise(begin, end, _MADV_REMOVE)
 
     def take_renewed(self) -> list[int]:
         """Take the slots that have got other memory since the last call. An own pool has none."""
@@ -302,7 +302,7 @@ class Pool:
         The kernel's fault-around maps 16 pages at a fault, also for writing, while first writes
         fault at every page. Releases the GIL. Best effort."""
         start = slot * self.slot_bytes
-        self._advise(start + begin // PAGE_BYTES * PAGE_BYTES, start + end, _POPULATE_READ)
+        self._advise(start + begin // PAGE_BYTES * PAGE_BYTES, start + end, _MADV_POPULATE_READ)
 
     def _advise(self, begin: int, end: int, advice: int) -> None:
         memory = self._map  # it stays mapped until this returns
