@@ -192,6 +192,17 @@ def test_what_is_cleared_while_its_disk_is_away_does_not_come_back(tmp_path, fau
     tier.close()
 
 
+def test_a_note_that_cannot_be_read_clears_all_that_its_disk_had(tmp_path, faulty, clock):
+    tier = filled(tmp_path, clock)
+    assert fail(tier, faulty, 1)
+    (tier.disks[0].folder / f"{tier.disks[1].note}~").touch()
+    faulty.bad.clear()
+    clock.now += 60
+    assert not tried(tier)[1]
+    assert not tier.disks[1].away and not of(tier, 1)
+    tier.close()
+
+
 def hanging_reads(tier, faulty, keys):
     """The lane whose threads read ``keys`` of the third disk, which hangs with two calls."""
     faulty.hung.add(tier.disks[2].folder)

@@ -336,7 +336,7 @@ class DiskSet(Tier):
         for other in self.disks:
             with suppress(OSError):
                 notes += below(other.folder, f"{disk.note}*") or ()
-        cleared = [int(note.name.removeprefix(disk.note), 16) or None for note in notes]
+        cleared = [_owner(note.name.removeprefix(disk.note)) for note in notes]
         with self._admitting:
             held = disk.chunks.held()
             going = [
@@ -371,3 +371,11 @@ class DiskSet(Tier):
                 break
         with self._lock:
             self._tried.notify_all()
+
+
+def _owner(note: str) -> int | None:
+    """Return whose chunks a note says are cleared. None for everybody's, and if it cannot be read,
+    as a file that somebody else has put there."""
+    with suppress(ValueError):
+        return int(note, 16) or None
+    return None
