@@ -201,6 +201,11 @@ class Geometry:
         return self.chunk_tokens // self.piece_tokens
 
     @cached_property
+    def trunk_pieces(self) -> int:
+        """Number of the anchors' pieces in a chunk."""
+        return self.pieces_per_chunk * len(self.anchors)
+
+    @cached_property
     def _stretch_blocks(self) -> dict[int, int]:
         """Blocks of a piece by the group's number, where pieces are stretches of tokens."""
         stretches = (group for group in self.groups if not group.is_at_ends)
@@ -217,14 +222,16 @@ class Geometry:
             return -(-(group.span - 1) // group.block_tokens)
         return self.pieces_per_chunk
 
-    def first_block(self, piece: Piece) -> int:
+    def blocks(self, piece: Piece) -> slice:
+        """Return the places of the piece's blocks in its group's table."""
         group, number = piece
         count = self._stretch_blocks.get(group.number)
         if count is not None:
-            return number * count
+            return slice(number * count, (number + 1) * count)
         parts = self.parts(group)
         chunk, part = divmod(number, parts)
-        return (chunk + 1) * self.chunk_tokens // group.block_tokens - parts + part
+        end = (chunk + 1) * self.chunk_tokens // group.block_tokens - parts + part + 1
+        return slice(end - 1, end)
 
     @cached_property
     def anchors(self) -> tuple[Group, ...]:
@@ -396,8 +403,8 @@ class Geometry:
     def pieces(self, run: Run) -> list[Piece]:
         if self.anchors[0].kind is not Kind.FULL:
             return self._pieces(self.groups, run.end, run.computed)
-        wide = self.pieces_per_chunk * len(self.anchors)
-        chunks = len(run.keys) // wide if self.is_gradual else -(-run.end // self.chunk_tokens)
+        keys = len(run.keys)
+        chunks = keys // self.trunk_pieces if self.is_gradual else -(-run.end // self.chunk_tokens)
         trunk = self.trunk(self.first(run.computed), chunks)
         return trunk + self.behind(chunks * self.chunk_tokens, run.computed)
 

@@ -75,10 +75,10 @@ class PoolAddress(_Brief):
     slot_bytes: int
     parts: Parts
     """First byte of a part of a slot, and whether the rank writes it, by rank and kept group."""
-    ticket: bytes = b""
-    """Word by which a worker's server lets it map the pool, if the scheduler is elsewhere."""
     inode: int = 0
     """Inode of a server's pool. After a restart another pool may lie at the same path."""
+    ticket: bytes = b""
+    """Word by which a worker's server lets it map the pool, if the scheduler is elsewhere."""
 
     @property
     def is_lent(self) -> bool:

@@ -56,22 +56,22 @@ class BlockTables:
 
 
 def blocks_of(geometry: Geometry, piece: Piece, tables: Tables) -> list[int] | None:
-    group, count = piece.group, geometry.blocks_per_piece(piece.group)
-    first = geometry.first_block(piece)
-    blocks = list(tables[group.number][first : first + count])
-    return blocks if len(blocks) == count and NULL_BLOCK not in blocks else None
+    places = geometry.blocks(piece)
+    blocks = list(tables[piece.group.number][places])
+    is_whole = len(blocks) == places.stop - places.start and NULL_BLOCK not in blocks
+    return blocks if is_whole else None
 
 
 def saving(geometry: Geometry, pieces: Iterable[tuple[Piece, int, Tables]]) -> list[Move]:
     """Return the moves of a save of whole pieces, each with its slot."""
     moves: dict[int, Move] = {}
     for piece, slot, tables in pieces:
-        move = moves.get(piece.group.number)
+        number = piece.group.number
+        move = moves.get(number)
         if move is None:
-            place = geometry.groups.index(piece.group)
-            move = moves[piece.group.number] = Move(place, [], [])
+            move = moves[number] = Move(geometry.groups.index(piece.group), [], [])
         move.slots.append(slot)
-        move.blocks.extend(blocks_of(geometry, piece, tables) or ())
+        move.blocks.extend(tables[number][geometry.blocks(piece)])
     return [*moves.values()]
 
 
@@ -81,15 +81,17 @@ def loading(
     """Return the moves of a load into the blocks that tokens ``begin`` to ``end`` need. Pieces of a
     group come in ascending order, each with its slot."""
     own, moves = dict[int, list[tuple[Piece, int]]](), []
-    for one in pieces:
+    if len(geometry.groups) == 1:
+        own[geometry.groups[0].number] = [*pieces]
+    for one in pieces if not own else ():
         own.setdefault(one[0].group.number, []).append(one)
     for place, group in enumerate(geometry.groups):
         if not (parts := own.get(group.number)):
             continue
         slots, block = [slot for _, slot in parts], group.block_tokens
         if group.is_at_ends:
-            places = [geometry.first_block(piece) for piece, _ in parts]
-            moves.append(Move(place, slots, [tables[group.number][at] for at in places]))
+            at = [geometry.blocks(piece).start for piece, _ in parts]
+            moves.append(Move(place, slots, [tables[group.number][block] for block in at]))
             continue
         start = parts[0][0].number * geometry.piece_tokens
         first = max(begin, start, group.first_needed(end)) // block

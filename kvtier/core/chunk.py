@@ -19,7 +19,7 @@ import json
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -229,14 +229,14 @@ class KeyChain:
         packed = _packed(tokens)
         size, done = self._chunk_tokens, len(self.keys)
         update, digest, link, step = self._hash.update, self._hash.digest, self._link, 4 * size
-        append = self.keys.append
-        for index in range(len(tokens) // size):
-            if self._per_chunk is not None:
-                more = self._per_chunk.get(done + index, b"")
+        append, per_chunk = cast("Callable[[bytes], None]", self.keys.append), self._per_chunk
+        for begin in range(0, len(tokens) // size * step, step):
+            if per_chunk is not None:
+                more = per_chunk.get(done + begin // step, b"")
                 update(struct.pack("<I", len(more)) + more)
-            update(packed[index * step : index * step + step])
+            update(packed[begin : begin + step])
             own = digest()
-            append(ChunkKey(own + link))
+            append(own + link)
             link = own[:_LINK_BYTES]
         self._link = link
 

@@ -306,9 +306,10 @@ class Directory:
     def unpin(self, run: Sequence[Entry]) -> None:
         """Drop a pin of each entry. READY ones without pins become hot, the first the hottest."""
         self._unpin(run)
-        idle = [entry.key for entry in run if self._is_idle(entry)]
+        idle = [one.key for one in run if one.state is READY and one.pins == one.writes]
         if idle:
-            self._over.difference_update(idle)
+            if self._over:
+                self._over.difference_update(idle)
             self.order.ordered(idle)
 
     def used(self, run: Sequence[ChunkKey]) -> None:

@@ -285,7 +285,9 @@ class Store:
             self.counts["load_asked"] += len(rest)
             self.counts[f"missed_{why}"] += len(rest)
         self._note_prompt(keys, asker)
-        return NO_LOOKUP._replace(why=why), LoadLease(self, self.pool, [], _Claim(begun, UNOWNED))
+        lease = LoadLease(self, self.pool, [], None)
+        lease.open = False
+        return NO_LOOKUP._replace(why=why), lease
 
     def _note_prompt(self, keys: Sequence[ChunkKey], asker: Asker) -> None:
         if not asker.again:

@@ -98,6 +98,8 @@ class Misses(Extension):
                 "engines of a model the same chunk_tokens, or none",
                 size,
             )
+        if places and not claim.begin:
+            self._first.saved(self._content(prompt), prompt.extras)
         self._count(geometry.first(claim.begin), places, claim.declined, (why, missed))
 
     def saving(
@@ -127,16 +129,19 @@ class Misses(Extension):
         missed: tuple[str, int],
     ) -> None:
         """Count from chunk ``start`` on: loaded ones by ``places``, then declined, then missing."""
-        why, short = missed
-        if places:
-            self._counts.update(f"loaded_{place}" for place in places)
-        for kind, counts in (("declined", declined), ("missed", {why: short} if short > 0 else {})):
-            for reason, count in counts.items():
-                self._counts[f"{kind}_{reason}"] += count
-                self._why[reason] += count if not start else 0
-        self._hits += len(places)
+        counts, (why, short), hits = self._counts, missed, len(places)
+        for place in set(places):
+            counts[f"loaded_{place}"] += places.count(place)
+        lacking = [("declined", *one) for one in declined.items()]
+        if short > 0:
+            lacking.append(("missed", why, short))
+        for kind, reason, count in lacking:
+            counts[f"{kind}_{reason}"] += count
+            if not start:
+                self._why[reason] += count
+        self._hits += hits
         if not start:  # otherwise vLLM's own prefix cache has served its beginning: all is well
-            self._asked += len(places) + sum(declined.values()) + max(0, short)
+            self._asked += hits + sum(count for _, _, count in lacking)
 
     def _too_short(self) -> None:
         self._asked += 1
@@ -195,7 +200,17 @@ class HitLog(Extension):
 
     def _told(self, load: _Load, *, failed: bool) -> None:
         if load.tokens and not failed:
-            hits_logger.info("%s", _text(load, self._clock() - load.asked))
+            hits_logger.info("%s", _Line(load, self._clock() - load.asked))
+
+
+class _Line(NamedTuple):
+    """Line of a load. It becomes text only if it is logged."""
+
+    load: _Load
+    seconds: float
+
+    def __str__(self) -> str:
+        return _text(*self)
 
 
 def _text(load: _Load, seconds: float) -> str:

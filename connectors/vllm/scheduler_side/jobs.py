@@ -50,17 +50,21 @@ class Jobs:
 
     def begin(self, pending: Pending) -> None:
         self.pending[pending.number] = pending
+        under_way = self.under_way
         for one in pending.about:
-            self.under_way[one] = self.under_way.get(one, 0) + 1
+            under_way[one] = under_way.get(one, 0) + 1
 
     def end(self, pending: Pending) -> list[str]:
         """Note that every worker has confirmed it. Return its requests that have no other job."""
         del self.pending[pending.number]
+        under_way = self.under_way
         for one in pending.about:
-            self.under_way[one] -= 1
-            if not self.under_way[one]:
-                del self.under_way[one]
-        return [one for one in pending.request_ids if one not in self.under_way]
+            left = under_way[one] - 1
+            if left:
+                under_way[one] = left
+            else:
+                del under_way[one]
+        return [one for one in pending.request_ids if one not in under_way]
 
     def number(self) -> int:
         self._reports_until = self._clock() + _REPORTS_S
@@ -86,7 +90,7 @@ class Jobs:
                 address = HostPools(*named, hosts=hosts)
             else:
                 ticket = pool.ticket if isinstance(pool, FarPool) else b""
-                address = PoolAddress(*named, ticket, pool.inode)
+                address = PoolAddress(*named, pool.inode, ticket)
             if address.is_lent:
                 self._lent[pool] = address
         self._last = pool, address

@@ -101,6 +101,8 @@ class RequestProgress:
     began: bool = False
     saved: int = 0
     """Number of leading chunks that were offered to the store with all their pieces."""
+    loaded: int = 0
+    """Number of leading chunks in the blocks that it begins with which the store has given."""
     states: list[tuple[int, int, int]] = field(default_factory=list)
     """``(group, block, tokens)`` of recurrent states in blocks of their own that are not saved
     yet."""
@@ -114,8 +116,9 @@ class RequestProgress:
     """Whether nothing is promised any more, after a load that failed."""
 
     def moved(self) -> None:
-        """Forget what was offered: the request has other blocks now, to be offered anew."""
-        self.saved, self.states = 0, []
+        """Forget what was offered: the request has other blocks now, to be offered anew, but for
+        what is in them from the store."""
+        self.saved, self.loaded, self.states = self.loaded, 0, []
 
     def retry(self) -> None:
         if not self.retried:
@@ -164,7 +167,7 @@ class Prompt:
         self.chain = None if named.whole is None else layout.chain(named.whole, named.media)
         self.extras, self.lasts, self.shape = named.first, named.lasts, shape
         self.is_plain = not (named.whole or named.media)
-        self.progress.saved = 0
+        self.progress.saved = self.progress.loaded = 0
         return True
 
     @property
@@ -189,9 +192,11 @@ def by_place(
     for the first piece that is needed."""
     tokens = dict[str, int]()
     size, at, anchor = geometry.piece_tokens, begin, geometry.anchors[0]
-    for piece, place in sources:
-        if piece.group is anchor:
-            until = min((piece.number + 1) * size, end)
-            tokens[place] = tokens.get(place, 0) + until - at
-            at = until
+    found = [(piece.number, place) for piece, place in sources if piece.group is anchor]
+    if len({place for _, place in found}) == 1:
+        found = found[-1:]
+    for number, place in found:
+        until = min((number + 1) * size, end)
+        tokens[place] = tokens.get(place, 0) + until - at
+        at = until
     return tokens

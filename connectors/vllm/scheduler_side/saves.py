@@ -113,7 +113,8 @@ class Saves:
             found.append((piece, slot, offer.tables))
         moves = saving(self._geometry, found)
         job = Job(self._jobs.number(), self._jobs.address(lease.pool), moves)
-        names = dict.fromkeys(owners[key].prompt.request.request_id for key in lease.keys)
+        offers = dict.fromkeys(owners.values())
+        names = dict.fromkeys(one.prompt.request.request_id for one in offers if one.taken)
         self._jobs.begin(Pending(job.number, [*names], lease.keys, save=lease))
         return [job]
 

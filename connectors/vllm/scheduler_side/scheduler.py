@@ -154,7 +154,9 @@ class SchedulerHalf:
         (lease, looked), run = claim.take(), claim.run
         if tokens > 0:
             self._granted.add(request)
-        taken = any(allocated(prompt, blocks, tokens) for allocated in self._hooks["allocated"])
+        taken = False
+        for allocated in self._hooks["allocated"]:
+            taken = taken or allocated(prompt, blocks, tokens)
         if taken or lease is None or tokens <= 0 or run is None:
             if looked and not taken:
                 self._answer(prompt, [], 0)
@@ -182,6 +184,8 @@ class SchedulerHalf:
         self._jobs.begun.append(BegunLoad(job.number, prompt, len(keys) * where.slot_bytes))
         sources = zip(pieces, places, strict=False)
         prompt.progress.sources = by_place(geometry, sources, begin, end)
+        if geometry.is_gradual and not run.start:
+            prompt.progress.loaded = len(keys) // geometry.trunk_pieces
         self._answer(prompt, places, tokens)
 
     def _answer(self, prompt: Prompt, places: Sequence[str], tokens: int) -> None:
@@ -330,6 +334,7 @@ class SchedulerHalf:
         for request_id in pending.request_ids:
             if (prompt := self._prompts.get(request_id)) is not None:
                 prompt.progress.load_failed = True
+                prompt.progress.loaded = 0
 
     def _turn_off(self, why: str) -> None:
         """Load and save nothing from now on, because workers cannot reach the pool."""

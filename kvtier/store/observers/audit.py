@@ -41,7 +41,11 @@ class Audit(Observer):
 
     def loaded(self, entries: Sequence[Entry]) -> None:
         """Queue a comparison if one is due, behind all that requests wait for."""
-        for entry in entries if self.one_in else ():
+        self._passed += len(entries)
+        if not self.one_in or self._passed < self.one_in:
+            return
+        self._passed -= len(entries)
+        for entry in entries:
             self._passed += 1
             due = self._passed >= self.one_in and entry.copies
             if due and (lower := self._copy(entry)) is not None:

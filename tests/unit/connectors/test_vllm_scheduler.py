@@ -460,6 +460,22 @@ def test_a_request_whose_load_failed_is_promised_nothing_that_others_have_saved_
     assert bench.matched(prompt(3, "again")) == 3 * CHUNK
 
 
+@pytest.mark.parametrize(("computed", "failed"), [(0, 0), (0, 1), (CHUNK, 0)])
+def test_what_the_store_has_given_is_not_offered_to_it_again(monkeypatch, computed, failed):
+    bench, offered = Bench(always=True, slots=16), list[int]()
+    save = bench.store.save
+    monkeypatch.setattr(bench.store, "save", lambda keys: offered.append(len(keys)) or save(keys))
+    tokens = [*range(4 * CHUNK + 5)]
+    bench.hold(tokens, 0.0, ready=4)
+    request = vllm_request(tokens)
+    hit, _ = bench.half.matched(request, computed)
+    assert hit == 4 * CHUNK - computed
+    bench.granted(request, hit)
+    bench.half.report(StepReport(**{"failed" if failed else "done": Counter([1])}))
+    bench.computed(request)
+    assert offered == ([4] if computed or failed else [])
+
+
 @pytest.mark.parametrize(("slots", "most_held", "claimed"), [(10, 10, 3), (24, 12, 6)])
 def test_requests_that_wait_claim_half_of_what_the_engine_may_hold_and_the_first_may_always(
     slots, most_held, claimed, monkeypatch
