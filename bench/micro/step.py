@@ -22,6 +22,7 @@ process, which had the interpreter or a lock, and for answers of a server.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -104,13 +106,14 @@ PLACES: dict[str, Callable[[ExitStack], dict[str, Any]]] = {
 
 
 class Spent(NamedTuple):
-    """CPU seconds of a step: vLLM's own, all of the connector's calls, and its longest call. For
-    how long the thread waited. Of its message the bytes, and the time to pickle it. The worker's
-    time."""
+    """CPU seconds of a step: vLLM's own, all of the connector's calls, and its longest call, with
+    and without Python's collections. For how long the thread waited. Of its message the bytes, and
+    the time to pickle it. The worker's time."""
 
     vllm_s: float
     added_s: float
     longest_s: float
+    longest_own_s: float
     waited_s: float
     message_bytes: float
     message_s: float
@@ -121,6 +124,7 @@ ROWS = {
     "added_s": " adds",
     "p99_s": " adds, p99",
     "longest_s": ", longest call",
+    "longest_own_s": ", longest call but for collections",
     "waited_s": ", waited",
     "message_s": ", message pickled",
     "worker_s": ", worker",
@@ -206,6 +210,8 @@ class SchedulingLoop:
         self._in_flight, self._depth = deque[tuple[Any, Any]](), 1 + is_async
         self.hooks: dict[str, list[int]] = defaultdict(list)
         self.calls: dict[str, list[int]] = defaultdict(list)
+        self._own = list[int]()
+        self._collections = Collections()
         self._message = (0.0, 0.0, 0.0)
         self.hit_tokens = 0
         self._names = iter(range(1 << 30))
@@ -246,7 +252,8 @@ class SchedulingLoop:
 
         connector.get_num_new_matched_tokens = noted
         for name in HOOKS:
-            setattr(connector, name, _timed(getattr(connector, name), self.hooks[name]))
+            hook, spent = getattr(connector, name), self.hooks[name]
+            setattr(connector, name, _timed(hook, spent, self._own, self._collections))
 
     def ask(self, tokens: list[int], answer: int) -> None:
         from vllm.sampling_params import SamplingParams
@@ -273,7 +280,9 @@ class SchedulingLoop:
             if spent:
                 self.calls[name] += spent
                 spent.clear()
-        times = took - sum(calls) + before, sum(calls), max(calls, default=0), waited
+        longest = max(calls, default=0), max(self._own, default=0)
+        times = took - sum(calls) + before, sum(calls), *longest, waited
+        self._own.clear()
         return Spent._make((*(one / 1e9 for one in times), *self._message))
 
     def _worked(self, output: Any) -> Any:
@@ -352,13 +361,31 @@ def waited_ns() -> int:
     return time.monotonic_ns() - time.thread_time_ns() - int(delayed)
 
 
-def _timed(hook: Callable[..., Any], spent: list[int]) -> Callable[..., Any]:
+class Collections:
+    """CPU time of Python's collections on this thread: each goes over all modules' objects, and
+    falls into whoever makes the next one."""
+
+    def __init__(self) -> None:
+        self.spent_ns, self._begun, self._thread = 0, 0, threading.get_ident()
+        gc.callbacks.append(self._told)
+
+    def _told(self, phase: str, _: dict[str, int]) -> None:
+        if threading.get_ident() == self._thread:
+            now = time.thread_time_ns()
+            self.spent_ns += now - self._begun if phase == "stop" else 0
+            self._begun = now
+
+
+def _timed(
+    hook: Callable[..., Any], spent: list[int], own: list[int], collections: Collections
+) -> Callable[..., Any]:
     def timed(*told: Any, **named: Any) -> Any:
-        begun = time.thread_time_ns()
+        collected, begun = collections.spent_ns, time.thread_time_ns()
         try:
             return hook(*told, **named)
         finally:
             spent.append(time.thread_time_ns() - begun)
+            own.append(spent[-1] - collections.spent_ns + collected)
 
     return timed
 
@@ -437,6 +464,7 @@ def measure(model: str, arm: str, kind: str, trace: str | None) -> None:
             mean = Spent(*map(statistics.fmean, zip(*found, strict=True)))
             told[name] = mean._asdict() | {
                 "longest_s": max(one.longest_s for one in found),
+                "longest_own_s": max(one.longest_own_s for one in found),
                 "p99_s": percentile([one.added_s for one in found], 99),
                 "hooks_ns": {
                     hook: (statistics.median(spent), percentile(spent, 99), max(spent))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from kvtier.connectors.vllm.groups import Geometry, Kind
 
-_TOGETHER_STEPS = 8
+_TOGETHER_STEPS = 16
 """Steps of which one looks at answers of full attention alone, whose blocks stay as they are:
 caches that a step has emptied are filled once for all of them."""
 _MOST_ANSWERS = 32
