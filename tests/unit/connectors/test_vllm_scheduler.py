@@ -471,7 +471,8 @@ def test_what_the_store_has_given_is_not_offered_to_it_again(monkeypatch, comput
     hit, _ = bench.half.matched(request, computed)
     assert hit == 4 * CHUNK - computed
     bench.granted(request, hit)
-    bench.half.report(StepReport(**{"failed" if failed else "done": Counter([1])}))
+    ended = Counter([1])
+    bench.half.report(StepReport(failed=ended) if failed else StepReport(done=ended))
     bench.computed(request)
     assert offered == ([4] if computed or failed else [])
 
