@@ -464,7 +464,12 @@ def test_a_request_whose_load_failed_is_promised_nothing_that_others_have_saved_
 def test_what_the_store_has_given_is_not_offered_to_it_again(monkeypatch, computed, failed):
     bench, offered = Bench(always=True, slots=16), list[int]()
     save = bench.store.save
-    monkeypatch.setattr(bench.store, "save", lambda keys: offered.append(len(keys)) or save(keys))
+
+    def told(keys):
+        offered.append(len(keys))
+        return save(keys)
+
+    monkeypatch.setattr(bench.store, "save", told)
     tokens = [*range(4 * CHUNK + 5)]
     bench.hold(tokens, 0.0, ready=4)
     request = vllm_request(tokens)
