@@ -118,7 +118,7 @@ def test_a_save_that_failed_is_offered_again_in_a_step_that_finishes_nothing():
     (job,) = engine.step(CHUNK - 1, 2, []).saves
     assert not engine.step(CHUNK + 1, 1, []).saves
     engine.half.report(metadata.StepReport(failed=Counter({job.number: 2})))
-    (again,) = (job for _ in range(8) for job in engine.step(CHUNK + 2, 1, []).saves)
+    (again,) = (job for _ in range(16) for job in engine.step(CHUNK + 2, 1, []).saves)
     assert blocks([again], 0) == blocks([job], 0) == ATTENTION[:2]
 
 
