@@ -154,6 +154,8 @@ def test_an_engine_shows_what_other_sizes_and_settings_would_have_hit():
     spare, shown, clock = ManualLane(bound=4), Shown(), Clock()
     store = Store(Pool(8, SLOT), [], Adaptive().orders(), spare=spare)
     figures = Figures(store, clock)
+    shown.metrics.observe(TierStats(data=figures.new()).to_dict())  # it is counted from now on
+    clock.now += 1.1
     spare.run()
     assert not any(value for (name, *_), value in shown.samples().items() if "whatif" in name), (
         "nothing is known yet"
