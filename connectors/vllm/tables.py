@@ -81,9 +81,7 @@ def loading(
     """Return the moves of a load into the blocks that tokens ``begin`` to ``end`` need. Pieces of a
     group come in ascending order, each with its slot."""
     own, moves = dict[int, list[tuple[Piece, int]]](), []
-    if len(geometry.groups) == 1:
-        own[geometry.groups[0].number] = [*pieces]
-    for one in pieces if not own else ():
+    for one in pieces:
         own.setdefault(one[0].group.number, []).append(one)
     for place, group in enumerate(geometry.groups):
         if not (parts := own.get(group.number)):

@@ -306,7 +306,7 @@ class Directory:
     def unpin(self, run: Sequence[Entry]) -> None:
         """Drop a pin of each entry. READY ones without pins become hot, the first the hottest."""
         self._unpin(run)
-        idle = [one.key for one in run if one.state is READY and one.pins == one.writes]
+        idle = [entry.key for entry in run if self._is_idle(entry)]
         if idle:
             if self._over:
                 self._over.difference_update(idle)

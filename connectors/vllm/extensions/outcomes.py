@@ -210,24 +210,21 @@ class _Line(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        return _text(*self)
-
-
-def _text(load: _Load, seconds: float) -> str:
-    """Return ``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late (deadline)``."""
-    places = [(_PLACES.get(place, place), count) for place, count in load.tokens.items()]
-    if len(places) == 1:
-        named = places[0][0]
-    else:
-        named = " and ".join(f"{place} ({count:,})" for place, count in places)
-    hit, prompt = sum(load.tokens.values()), load.prompt.request.num_tokens
-    whys = [
-        f"{count:,} chunk{'s' * (count != 1)} {_WHY_A_PART[reason]} ({reason})"
-        for reason, count in load.declined.items()
-        if count
-    ]
-    came = f"{hit:,} of {prompt:,} tokens from {named} in {seconds * 1e3:,.0f} ms"
-    return "; ".join([came, *whys])
+        """Return ``2,304 of 3,000 tokens from NVMe in 12 ms; 2 chunks came too late``."""
+        load = self.load
+        places = [(_PLACES.get(place, place), count) for place, count in load.tokens.items()]
+        if len(places) == 1:
+            named = places[0][0]
+        else:
+            named = " and ".join(f"{place} ({count:,})" for place, count in places)
+        hit, prompt = sum(load.tokens.values()), load.prompt.request.num_tokens
+        whys = [
+            f"{count:,} chunk{'s' * (count != 1)} {_WHY_A_PART[reason]} ({reason})"
+            for reason, count in load.declined.items()
+            if count
+        ]
+        came = f"{hit:,} of {prompt:,} tokens from {named} in {self.seconds * 1e3:,.0f} ms"
+        return "; ".join([came, *whys])
 
 
 LOOKUP, LOAD = "kvtier.lookup", "kvtier.load"

@@ -41,10 +41,10 @@ class Audit(Observer):
 
     def loaded(self, entries: Sequence[Entry]) -> None:
         """Queue a comparison if one is due, behind all that requests wait for."""
-        self._passed += len(entries)
-        if not self.one_in or self._passed < self.one_in:
+        passed = self._passed + len(entries)
+        if not self.one_in or passed < self.one_in:
+            self._passed = passed
             return
-        self._passed -= len(entries)
         for entry in entries:
             self._passed += 1
             due = self._passed >= self.one_in and entry.copies

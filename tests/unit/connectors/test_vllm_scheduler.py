@@ -531,6 +531,13 @@ def test_each_reason_of_a_miss_is_told_and_the_whole_run_counts_under_it():
     assert bench.served(prompt(3, "cleared")) == {"missed_forgotten": 3}
 
 
+def test_another_salt_is_told_from_a_new_prompt_if_an_earlier_start_has_saved_the_tokens():
+    bench, request = Bench(always=True), prompt(3)
+    bench.hold(request.all_token_ids, 0.0, ready=3)
+    bench.served(request)
+    assert bench.served(prompt(3, "two", salt="other"))["missed_salt"] == 3
+
+
 def test_what_left_for_room_is_evicted_not_cold():
     bench = Bench(slots=4)
     without = Bench(slots=4)
