@@ -108,20 +108,24 @@ def stays_within_ram(facts, size):
         assert size <= facts.memory.memlock.value
 
 
+def room_of(disk):
+    own = disk.own.value or 0
+    whole = disk.free.value + own
+    return min(whole - 2 * GIB, max(own, whole // 2))
+
+
 def stays_within_disk(facts, path, size):
-    fits = [
+    """``path`` names one folder, or several on disks that are one tier."""
+    usable = [
         disk
         for disk in facts.disks
-        if disk.path == path
-        and disk.filesystem.value not in RAM_FILESYSTEMS
+        if disk.filesystem.value not in RAM_FILESYSTEMS
         and disk.writable.value is not False
         and disk.o_direct.value is not False
         and disk.free.value is not None
-        and size * stores(facts) <= disk.free.value + (disk.own.value or 0) - 2 * GIB
-        and size * stores(facts)
-        <= max(disk.own.value or 0, (disk.free.value + (disk.own.value or 0)) // 2)
     ]
-    assert fits
+    rooms = [max(room_of(disk) for disk in usable if disk.path == one) for one in path.split(",")]
+    assert size * stores(facts) <= sum(rooms)
 
 
 def check(facts, plan):
