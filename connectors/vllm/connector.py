@@ -439,7 +439,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return counts. vLLM asks both halves after every step, or the scheduler's half only after
         a worker gave some: a worker gives an empty one then."""
-        counts: dict[str, float] = dict(self._scheduler.counts())
+        counts = self._scheduler.counts()
         if self._figures is not None:
             counts |= self._figures.new()
         opens = _WORKERS_FIRST and self.role == KVConnectorRole.WORKER

@@ -16,17 +16,21 @@ State = tuple[int, int, int]
 
 
 class BlockTables:
-    """Tables of one step. Before 0.32 vLLM tells only what was added, and one group of full
-    attention is kept, whose table grows at its end."""
+    """Tables of one step. vLLM makes the lists of new requests itself, and others when they are
+    asked for. Before 0.32 it tells only what was added, and one group of full attention is kept,
+    whose table grows at its end."""
 
     def __init__(self) -> None:
         self._told: Any = None
+        self._new: dict[str, Tables] = {}
         self._grown: dict[str, list[int]] = {}
 
     def begin(self, output: Any) -> None:
         told = getattr(output, "kv_connector_block_state", None)
         if hasattr(told, "get_block_ids"):
             self._told = told
+            if output.scheduled_new_reqs:
+                self._new = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
             return
         for new in output.scheduled_new_reqs:
             self._grown[new.req_id] = list(new.block_ids[0])
@@ -38,13 +42,13 @@ class BlockTables:
 
     def end(self) -> None:
         self._told = None
+        self._new.clear()
 
     def of(self, request_id: str) -> Tables | None:
         if self._told is None:
             grown = self._grown.get(request_id)
             return None if grown is None else (grown,)
-        tables: Tables | None = self._told.get_block_ids(request_id)
-        return tables
+        return self._new.get(request_id) or self._told.get_block_ids(request_id)
 
     def states(self, request_id: str) -> list[State]:
         """Return states left by this step or an older one, in blocks of their own."""

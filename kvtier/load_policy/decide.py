@@ -29,6 +29,9 @@ was begun on a guess has the time that it takes at this pace, if chunks keep com
 _PART_S = 0.0025
 """Shortest copy of one part of a load. Each part costs a step in which nothing else may be done,
 which takes less than half of this."""
+_TOGETHER_STEPS = 16
+"""Most steps without a prompt or a load that are learned from together. Caches that a step has
+emptied are filled once for all of them."""
 
 
 class LoadPolicy:
@@ -69,11 +72,14 @@ class LoadPolicy:
         self._copy = Average()
         """Seconds of one token's copy from slots to blocks."""
         self._step_s = Average()
-        self._queued = 0
+        self._prompt_step = self._queued = 0
+        self._ended: list[tuple[int, float, float]] = []
+        """Arguments of :meth:`StepClock.end`, of steps that nothing was learned from yet."""
 
     def choose(self, ends: Sequence[HitEnd], before: int, *, busy: bool = False) -> LoadPlan:
         """Choose the load of a request that has ``before`` tokens by itself. ``ends``: where its
         hit may end, at least one row. ``busy``: the engine computes for other requests."""
+        self._learn()
         saved_s = [self._saved_s(end.tokens, before, busy) for end in ends]
         return self._guessed(ends, saved_s) or choose(ends, _all(saved_s))
 
@@ -87,6 +93,7 @@ class LoadPolicy:
         engine a row also waits for its ``turns``: how often all slots that it may have are filled,
         copied in one step and confirmed in the next.
         """
+        self._learn()
         saved_s = [self._saved_s(end.tokens, before, busy) for end in ends]
         if (guessed := self._guessed(ends, saved_s)) is not None:
             return guessed
@@ -146,7 +153,10 @@ class LoadPolicy:
 
     def planned(self, work: Work) -> int:
         """Note that a step with this work is planned. Returns its number."""
-        return self._steps.plan(self.clock(), work)
+        number = self._steps.plan(self.clock(), work)
+        if work.tokens > work.requests:
+            self._prompt_step = number
+        return number
 
     def load_began(self, tokens: int) -> None:
         self._queued += tokens
@@ -162,11 +172,19 @@ class LoadPolicy:
         """Learn from the report of a step, in which ``loaded`` tokens were copied in ``load_s``.
         ``elsewhere``: seconds that went into saves."""
         now = self.clock()
+        self._ended.append((step, now, load_s + elsewhere))
         if loaded:
             self._copy.add(load_s / loaded, now)
-        seconds = self._steps.end(step, now, load_s + elsewhere)
-        if seconds is not None:
-            self._step_s.add(seconds, now)
+        if loaded or step <= self._prompt_step or len(self._ended) == _TOGETHER_STEPS:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Learn from the steps that have ended since the last call."""
+        for step, now, elsewhere in self._ended:
+            seconds = self._steps.end(step, now, elsewhere)
+            if seconds is not None:
+                self._step_s.add(seconds, now)
+        self._ended.clear()
 
 
 def slowest_token_s(chunk_tokens: int, chunk_bytes: int) -> float:

@@ -152,9 +152,8 @@ class StepClock:
         step = self._planned.pop(number, None)
         in_turn, since = number == self._seen + 1, self._seen_at
         self._seen, self._seen_at = number, now
-        if self._planned:
-            for missed in [one for one in self._planned if one < number]:
-                del self._planned[missed]
+        while self._planned and (missed := next(iter(self._planned))) < number:
+            del self._planned[missed]
         if step is None or not in_turn:
             return None
         planned_at, (tokens, requests, looks) = step

@@ -117,6 +117,7 @@ class Store:
         self.pool = pool
         places = [TierSpec(*each) for each in tiers]
         self.tiers = [place.tier for place in places]
+        self._shared = next((at for at, tier in enumerate(self.tiers) if tier.shared), None)
         self._names: dict[int | None, str] = {
             index: tier.name for index, tier in enumerate(self.tiers)
         }
@@ -287,7 +288,7 @@ class Store:
         self._note_prompt(keys, asker)
         lease = LoadLease(self, self.pool, [], None)
         lease.open = False
-        return NO_LOOKUP._replace(why=why), lease
+        return LookupResult(NO_LOOKUP.steps, None, why), lease
 
     def _note_prompt(self, keys: Sequence[ChunkKey], asker: Asker) -> None:
         if not asker.again:
@@ -567,11 +568,12 @@ class Store:
     def _ask(self, unknown: Sequence[ChunkKey]) -> int | None:
         """Return the shared tier (by index) that may hold more of a run. Under the lock."""
         if (
-            self._directory.get(unknown[0]) is not None
+            self._shared is None
+            or self._directory.get(unknown[0]) is not None
             or next(self._directory.holders(unknown[0]), None) is not None
         ):
             return None
-        return next((index for index, tier in enumerate(self.tiers) if tier.shared), None)
+        return self._shared
 
     def _find(self, lease: LoadLease, index: int) -> None:
         """Ask a shared tier for the rest of the run, and claim what it holds. On a lane thread."""

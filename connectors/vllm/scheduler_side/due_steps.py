@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from kvtier.connectors.vllm.groups import Geometry, Kind
 
@@ -33,24 +33,26 @@ class DueSteps:
         self._turn: dict[str, None] = {}
         """Due requests, looked at in the next step that computes them."""
 
-    def begin(self, scheduled: Mapping[str, int], tokens: int, *, began: bool) -> list[str]:
+    def begin(
+        self, scheduled: Mapping[str, int], tokens: int, began: Sequence[str]
+    ) -> Collection[str]:
         """Begin a step that computes ``scheduled`` tokens of each request, ``tokens`` in all.
-        ``began``: of a prompt too. Returns the requests to look at."""
+        ``began``: those that begin, or begin anew. Returns the requests to look at, these first."""
         self._step += 1
-        prompts = list[str]()
+        prompts = [*began]
         if tokens > len(scheduled) and max(scheduled.values()) > self._most:
-            prompts = [one for one, count in scheduled.items() if count > self._most]
-        if prompts or began or not self._step % self._together:
+            prompts += [one for one, count in scheduled.items() if count > self._most]
+        if prompts or not self._step % self._together:
             steps = range(self._looked + 1, self._step + 1)
             self._turn.update((one, None) for at in steps for one in self._by_step.pop(at, ()))
             self._looked = self._step
         if not self._turn:
-            return prompts
+            return dict.fromkeys(prompts)
         self._turn = {one: None for one in self._turn if self._due.get(one, math.inf) <= self._step}
         found = [one for one in self._turn if one in scheduled][:_MOST_ANSWERS]
         for request_id in found:
             del self._turn[request_id]
-        return [*prompts, *found]
+        return dict.fromkeys((*prompts, *found))
 
     def __contains__(self, request_id: str) -> bool:
         """Return whether it can have finished more since it was looked at."""

@@ -29,7 +29,7 @@ class IdleHalf:
     def sources(self, request: Any) -> dict[str, int]:
         return {}
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         return {}
 
     def expects_reports(self) -> bool:

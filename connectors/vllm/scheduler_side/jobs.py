@@ -33,6 +33,8 @@ class Jobs:
         self._parts, self._clock = parts, clock
         self._lent: WeakKeyDictionary[Pool, PoolAddress] = WeakKeyDictionary()
         """Pool of a server -> its address."""
+        self.lends = False
+        """Whether a pool was a server's."""
         self._last: tuple[Pool, PoolAddress] | None = None
         """Pool of the last call, and its address."""
         self._next = 0
@@ -92,13 +94,13 @@ class Jobs:
                 ticket = pool.ticket if isinstance(pool, FarPool) else b""
                 address = PoolAddress(*named, pool.inode, ticket)
             if address.is_lent:
-                self._lent[pool] = address
+                self._lent[pool], self.lends = address, True
         self._last = pool, address
         return address
 
     def renewed(self) -> Iterator[tuple[PoolAddress, list[int]]]:
         """Yield, by their pool's address, slots that have other memory than at the last call."""
-        for pool, where in self._lent.items() if self._lent else ():
+        for pool, where in self._lent.items():
             if slots := pool.take_renewed():
                 yield where, slots
 

@@ -233,18 +233,19 @@ class SchedulerHalf:
         self._running.begin(output.num_scheduled_tokens)
         self._granted.began(output.num_scheduled_tokens.keys())
         self._tables.begin(output)
-        # With Model Runner V2 resumed requests are among the new ones.
-        began = [new.req_id for new in output.scheduled_new_reqs]
-        began += output.scheduled_cached_reqs.resumed_req_ids
-        scheduled, tokens = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-        looked_at = dict.fromkeys((*began, *self._due.begin(scheduled, tokens, began=bool(began))))
-        for request_id in self._prompts.keys() & began:
+        began, new = [*output.scheduled_cached_reqs.resumed_req_ids], output.scheduled_new_reqs
+        if new:  # with Model Runner V2 resumed requests are among them
+            began += [one.req_id for one in new]
+        for request_id in self._prompts.keys() & began if began else ():
             self._prompts[request_id].progress.moved()
-        offers = [offer for one in looked_at for offer in self._advance(output, one)]
-        metadata.saves = self._saves.begin(offers) if offers else []
+        scheduled, tokens = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        if looked_at := self._due.begin(scheduled, tokens, began):
+            offers = [offer for one in looked_at for offer in self._advance(output, one)]
+            metadata.saves = self._saves.begin(offers)
         self._tables.end()
         self._saves.step(metadata, output)
-        metadata.renewed.update(self._jobs.renewed())
+        if self._jobs.lends:
+            metadata.renewed.update(self._jobs.renewed())
         return metadata
 
     def _advance(self, output: Any, request_id: str) -> list[Offer]:
@@ -401,8 +402,11 @@ class SchedulerHalf:
             told |= finished(prompt, saving=copying) or {}
         return told or None
 
-    def counts(self) -> dict[str, int]:
-        return {k: v for counts in self._hooks["counts"] for k, v in counts().items()}
+    def counts(self) -> dict[str, float]:
+        found = dict[str, float]()
+        for counts in self._hooks["counts"]:
+            found |= counts()
+        return found
 
     def clear(self) -> None:
         """Drop every chunk in every tier, and those that are being saved."""

@@ -193,7 +193,10 @@ class Engine:
         old = [name for name in scheduled if name in self.computed]
         self.computed = self.computed | dict.fromkeys(new, 0)
         state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=self.get_block_ids)
-        began = [SimpleNamespace(req_id=one, num_computed_tokens=0) for one in new]
+        begun = {"num_computed_tokens": 0}
+        began = [
+            SimpleNamespace(req_id=one, block_ids=self.get_block_ids(one), **begun) for one in new
+        ]
         cached = {"req_ids": old, "num_computed_tokens": [self.computed[one] for one in old]}
         cached["resumed_req_ids"] = resumed
         metadata = self.half.step(planned(began, dict(scheduled), state, **cached))

@@ -1,4 +1,5 @@
-"""The block tables of requests as vLLM before 0.32 tells them: what was added in each step."""
+"""The block tables of requests as vLLM tells them: whole, and before 0.32 what was added in each
+step."""
 
 from types import SimpleNamespace
 
@@ -16,6 +17,21 @@ def step(new=None, added=None, resumed=()):
     again = [] if new is not None else ["one"]
     blocks = [None if added is None else (list(added),)] * len(again)
     return planned(first, req_ids=again, new_block_ids=blocks, resumed_req_ids=set(resumed))
+
+
+def test_lists_of_new_requests_are_not_made_again_and_hold_for_their_step_alone():
+    tables, asked = BlockTables(), []
+
+    def resolve(name):
+        asked.append(name)
+        return ([4, 7, 9],) if name == "one" else None
+
+    state = SimpleNamespace(get_block_ids=resolve)
+    tables.begin(planned([SimpleNamespace(req_id="one", block_ids=([4, 7],))], state=state))
+    assert (tables.of("one"), asked) == (([4, 7],), [])
+    tables.end()
+    tables.begin(planned(req_ids=["one"], new_block_ids=[None], state=state))
+    assert [tables.of("one"), tables.of("two")] == [([4, 7, 9],), None]
 
 
 def test_a_table_grows_at_its_end():

@@ -571,6 +571,48 @@ def test_in_a_busy_engine_each_turn_of_the_slots_costs_two_steps():
         assert plan.row == row
 
 
+STEPS = st.tuples(st.sampled_from([0, 1, 4, 300]), st.integers(1, 4), st.booleans())
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@given(st.lists(STEPS, max_size=60), st.integers(0, 2))
+def test_what_an_engine_knows_does_not_depend_on_how_often_it_was_asked(in_parts, steps, ahead):
+    """Steps of ``(tokens more than one each, requests, whether tokens were loaded in it)``, of
+    which ``ahead`` are planned before the oldest has ended."""
+
+    def ask(policy, in_parts, busy=True):
+        if in_parts:
+            return policy.choose_in_parts(SLOW, 0, [0, 3], busy=busy)
+        return policy.choose(SLOW, 0, busy=busy)
+
+    clock = Clock(10.0)
+    often, once = (started(Certainty.NONE, clock=clock) for _ in range(2))
+    under_way = []
+    for more, requests, loads in [*steps, *[(0, 1, False)] * ahead]:
+        work = Work.of([(1 + more, 50), *[(1, 7)] * (requests - 1)])
+        under_way.append((often.planned(work), loads))
+        assert once.planned(work) == under_way[-1][0]
+        clock.now += 0.1 * requests + 0.01 * more
+        if len(under_way) > ahead:
+            step, loaded = under_way.pop(0)
+            for policy in (often, once):
+                policy.ended(step, 10.0 * loaded, 0.02 * loaded, 0.001)
+            ask(often, in_parts)
+    for busy in (False, True):
+        assert ask(once, not in_parts, busy) == ask(often, not in_parts, busy)
+    assert (once.prefill.line, once._step_s.value) == (often.prefill.line, often._step_s.value)
+
+
+def test_a_prompt_is_learned_from_when_its_step_ends_though_nobody_asks():
+    clock = Clock(10.0)
+    policy = started(Certainty.GUESSED, clock=clock)
+    for _ in range(2):
+        step = policy.planned(Work.of([(2000, 0), (1, 7)]))
+        clock.now += 2.0
+        policy.ended(step, 0, 0.0, 0.0)
+    assert policy.prefill.known is Certainty.MEASURED
+
+
 def test_behind_a_long_beginning_the_same_tokens_are_worth_more():
     ends = [HitEnd(0, 0.0), HitEnd(1000, 0.1)]
     policy = LoadPolicy(60.0, prefill=Prefill(PrefillTime(10e-6, 10e-9)))
