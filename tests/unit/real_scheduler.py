@@ -122,7 +122,7 @@ class Core:
         )
         for jobs, fails in ((loads, failed or replaced), (saves, replaced)):
             (told.failed if fails else told.done).update(jobs)
-        told.done.update(end.number for end in ends)
+        told.done.update(Counter(end.number for end in ends))
         waiting = {job.request_id for job in waited_for if not getattr(job, "goes_on", False)}
         waiting = (waiting - {None}) | {end.request_id for end in ends}
         names = list(output.num_scheduled_tokens)

@@ -302,7 +302,7 @@ class SchedulerHalf:
         """Note what all ranks said of a step's jobs, at vLLM's ``update_connector_output``."""
         self._load_policy.ended(report.step, report.loaded_tokens, report.load_s, report.save_s)
         if report.replacements:
-            self._replacements_seen = self._replacements_seen | report.replacements
+            self._replacements_seen = self._replacements_seen | Counter(report.replacements)
             self._renew()
         if report.unmapped and (self._duty.loads or self._duty.saves):
             self._turn_off(report.unmapped)

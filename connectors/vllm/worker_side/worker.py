@@ -127,6 +127,9 @@ class WorkerHalf:
         """Seconds a token of the last load that a device copied by itself."""
         self._replacements = 0
         self._refuses_loads = self._is_open = False
+        self._is_idle = False
+        self._named: PoolAddress | None = None
+        """Whether the last step had no job that needs a pool, and the pool that it named."""
 
     def layout(self) -> RankLayout:
         """Return this rank's layout, for vLLM's ``get_handshake_metadata``."""
@@ -164,16 +167,13 @@ class WorkerHalf:
     def load(self, metadata: StepMetadata) -> None:
         """vLLM's ``start_load_kv``: begin this step's loads, and continue those of earlier steps.
         vLLM calls it after the forward pass (before 0.32: before it)."""
-        jobs = (*metadata.loads, *metadata.saves, *(one.job for one in self._running))
-        pools = {
-            metadata.pool,
-            *(job.pool for job in jobs),
-            *(one.job.pool for one in self._copying),
-        }
-        self._pools.keep(pools.union(*(each.pools(metadata) for each in self._extensions)))
+        begun = self._running or self._copying or self._extensions
+        is_idle = not (begun or metadata.loads or metadata.saves)
+        if not (is_idle and self._is_idle and metadata.pool == self._named):
+            self._keep_pools(metadata)
+            self._is_idle, self._named = is_idle, metadata.pool
         self._pools.renew(metadata.renewed)
         self.ends.report.step = metadata.number
-        self.ends.report.unmapped = self._pools.map_early(metadata.pool)
         for load in metadata.loads:
             self.ends.expect(load)
         refused = self._refuses_loads
@@ -185,11 +185,23 @@ class WorkerHalf:
         else:
             for load in metadata.loads:
                 self._begin_load(load)
-            self._copy_on(metadata.computes)
+            if self._copying:
+                self._copy_on(metadata.computes)
         for extension in self._extensions:
             self._go_on(extension, metadata, refused=refused)
         for end in metadata.ends:
             self.ends.ended_in_parts(end)
+
+    def _keep_pools(self, metadata: StepMetadata) -> None:
+        """Unmap what no job needs, and map what the step names."""
+        jobs = (*metadata.loads, *metadata.saves, *(one.job for one in self._running))
+        pools = {
+            metadata.pool,
+            *(job.pool for job in jobs),
+            *(one.job.pool for one in self._copying),
+        }
+        self._pools.keep(pools.union(*(each.pools(metadata) for each in self._extensions)))
+        self.ends.report.unmapped = self._pools.map_early(metadata.pool)
 
     def _begin_load(self, job: Job) -> None:
         try:
