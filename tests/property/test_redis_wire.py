@@ -19,9 +19,9 @@ from kvtier.tiers.redis.errors import (
     SetupError,
     WrongSizeError,
 )
-from kvtier.tiers.redis.servers import MOST_NODES, SLOTS, cluster_map, slot_of
+from kvtier.tiers.redis.servers import MOST_NODES, cluster_map, slot_of
 from kvtier.tiers.redis.startup import NodeFacts, facts_of, limit_of
-from kvtier.tiers.redis.wire import INFO, SCANNED, SMALL, Wire
+from kvtier.tiers.redis.wire import INFO, SCANNED, SLOTS, SMALL, Wire
 
 SIZE = 12
 VALUE = bytes(range(SIZE))
@@ -146,7 +146,7 @@ def _within(reply, depth):
 @given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=30), max_size=8), st.integers(1, 40))
 def test_any_answer_to_a_scan_is_names_or_a_fault(pieces, step):
     with suppress(*FAULTS):
-        for names in on(b"".join(pieces), step).scan(b"*", 10):
+        for names in on(b"".join(pieces), step).scan(b"*"):
             assert all(isinstance(name, bytes) for name in names)
 
 
@@ -202,7 +202,7 @@ def test_an_answer_of_more_than_was_asked_for_is_refused_at_its_header(answer, b
 )
 def test_a_scan_of_something_else_than_names_is_a_fault(answer):
     with pytest.raises(ProtocolError):
-        list(on(answer).scan(b"*", 10))
+        list(on(answer).scan(b"*"))
 
 
 def test_a_value_that_is_longer_than_it_says_ends_the_connection():

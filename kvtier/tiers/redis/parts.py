@@ -88,23 +88,19 @@ def probe(own: RedisSection) -> Redis:
     that is no Redis URL."""
     from kvtier.tiers.redis.errors import FAULTS
     from kvtier.tiers.redis.servers import RedisServers
-    from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts, wrong_kind
+    from kvtier.tiers.redis.startup import hopeless, limit_of, node_facts
 
     assert own.url is not None
     url = own.url
     servers = RedisServers(url, credential_provider=own.credential_provider, connections=1)
     redis = Redis(url, local=parse(url).local, credential_provider=own.credential_provider)
-    away = False
     try:
         facts = node_facts(servers)
-        wrong = wrong_kind(servers, facts)
     except FAULTS as error:
-        away = (wrong := hopeless(error)) is None
-        wrong = wrong or str(error)
+        wrong = hopeless(error)
+        return replace(redis, reachable=known(False, wrong or str(error)), away=wrong is None)
     finally:
         servers.close()
-    if wrong is not None:
-        return replace(redis, reachable=known(False, wrong), away=away)
     source = f"INFO of {servers.label}" + (f", {len(facts)} nodes" if len(facts) > 1 else "")
     used = [fact.used for fact in facts if fact.used is not None]
     limit = limit_of(facts)

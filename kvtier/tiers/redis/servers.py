@@ -33,9 +33,8 @@ from kvtier.tiers.redis.errors import (
     SetupError,
 )
 from kvtier.tiers.redis.url import Address, Kind, Login, RedisUrl, address_text, parse
-from kvtier.tiers.redis.wire import Bounds, Reply, Wire
+from kvtier.tiers.redis.wire import SLOTS, Bounds, Reply, Wire
 
-SLOTS = 16384
 MOST_NODES = 1000
 _MAP = Bounds(8 << 20, 400_000, 5)
 _PRIMARY = Bounds(4096, 2, 1)
@@ -167,7 +166,13 @@ class ClusterNodes(_Asked):
     def _draw(self, wire: Wire, asked: Address) -> None:
         (reply,) = wire.ask([("CLUSTER", "SLOTS")], _MAP)
         if isinstance(reply, RefusedError):
-            raise _refused_map(reply)
+            if "cluster support disabled" in str(reply):
+                raise SetupError(
+                    "this server is no Redis Cluster; write redis:// or rediss:// in redis_url"
+                )
+            if reply.code == "NOPERM":
+                raise SetupError(f"the user lacks a right ({reply}); allow +cluster|slots")
+            raise RedisError(str(reply))
         drawn = cluster_map(reply, asked[0])
         self._primaries = tuple(dict.fromkeys(address for address in drawn if address is not None))
         self._map = drawn
@@ -201,16 +206,6 @@ class SentinelNodes(_Asked):
                 "redis_url"
             )
         self._primary = _address(reply, asked[0])
-
-
-def _refused_map(refusal: RefusedError) -> RedisError:
-    if "cluster support disabled" in str(refusal):
-        return SetupError(
-            "this server is no Redis Cluster; write redis:// or rediss:// in redis_url"
-        )
-    if refusal.code == "NOPERM":
-        return SetupError(f"the user lacks a right ({refusal}); allow +cluster|slots")
-    return RedisError(str(refusal))
 
 
 def slot_of(name: bytes) -> int:

@@ -23,7 +23,6 @@ from kvtier.tiers.redis.wire import INFO, Reply, Wire
 _LOG = logging.getLogger(__name__)
 _MAXMEMORY_SHARE = 0.9
 _PROBE_MS = 1000
-_SCAN_NAMES = 1000
 _FACTS_S = 5.0
 SCAN_S = 5.0
 _SEARCH_S = 10.0
@@ -49,9 +48,13 @@ class NodeFacts:
 
 def node_facts(servers: RedisServers) -> list[NodeFacts]:
     """Return the facts of every node that takes writes, by INFO: hosted Redis often forbids CONFIG
-    GET. Raises FAULTS, also when all nodes together take too long."""
+    GET. Raises FAULTS, also when all nodes together take too long, and when URL and server disagree
+    about a cluster."""
     with closing(servers.wires(_FACTS_S)) as wires:
-        return [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
+        facts = [facts_of(wire.ask([("INFO",)], INFO)[0]) for wire in wires]
+    if servers.kind != "cluster" and any(fact.cluster for fact in facts):
+        raise SetupError("this is a node of a Redis Cluster; write redis+cluster:// in redis_url")
+    return facts
 
 
 def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
@@ -72,8 +75,6 @@ def greet(servers: RedisServers, form: Form) -> list[NodeFacts]:
     ]
     try:
         facts = node_facts(servers)
-        if (wrong := wrong_kind(servers, facts)) is not None:
-            raise TierError(f"Redis tier {servers.label}: {wrong}")
         with servers.wire(probe) as wire:
             replies = wire.ask(trials)
     except FAULTS as error:
@@ -167,13 +168,6 @@ def _size(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def wrong_kind(servers: RedisServers, facts: Sequence[NodeFacts]) -> str | None:
-    """Return what the operator must change if URL and server disagree about a cluster."""
-    if servers.kind != "cluster" and any(fact.cluster for fact in facts):
-        return "this is a node of a Redis Cluster; write redis+cluster:// in redis_url"
-    return None
-
-
 def hopeless(error: BaseException) -> str | None:
     """Return what the operator must change, or None for a fault that waiting may heal."""
     cause: BaseException | None = error
@@ -193,7 +187,7 @@ def search(
 ) -> bool:
     """Add one node's chunks that ``owner`` may drop to ``found``. Returns whether all were seen."""
     until, whole = clock() + _SEARCH_S, True
-    for names in wire.scan(form.pattern, _SCAN_NAMES):
+    for names in wire.scan(form.pattern):
         if clock() > until:
             return False
         keys = [

@@ -33,7 +33,6 @@ _MEMBER = re.compile(rb"\b[0-9a-f]{16}(:[0-9]{1,10})\b")
 """Pattern of a sign's member: a process, and its chunk's bytes, if it is no older version."""
 _MEMBERS = 64
 _SIGNED = Bounds(8192, _MEMBERS, 1)
-_SCAN_NAMES = 1000
 _SAMPLE_NAMES = 500
 _MOST_SAMPLES = 10
 _SCANNED_NAMES = 2_000_000
@@ -69,7 +68,7 @@ class Census:
         """Count one node's chunks, and delete our parts that have had no header for a minute: their
         writer died. Returns False when there was no time for all."""
         until, seen = clock() + within_s, 0
-        for names in wire.scan(self._form.everyones, _SCAN_NAMES):
+        for names in wire.scan(self._form.everyones):
             for name, idle in zip(names, _idle(wire, names), strict=True):
                 self._add(name, idle)
             seen += len(names)

@@ -34,7 +34,9 @@ _LEAST_S = 0.001
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _CODE = re.compile(rb"[A-Z]{2,20}")
 _ADDRESS = re.compile(r"(.*):([0-9]{1,5})")
-_SLOTS = 16384
+SLOTS = 16384
+"""Slots of a cluster, each of which one node has."""
+_SCAN_NAMES = 1000
 
 
 Reply = Any
@@ -151,12 +153,12 @@ class Wire:
             if not clean:  # replies may still be under way, and no other call must take them
                 self._socket.close()
 
-    def scan(self, pattern: bytes, count: int) -> Iterator[list[bytes]]:
+    def scan(self, pattern: bytes) -> Iterator[list[bytes]]:
         """Yield pages of this node's matching names, some twice. Each has a call's time."""
         cursor = b"0"
         while True:
             self.renew()
-            cursor, names = self.page(cursor, pattern, count)
+            cursor, names = self.page(cursor, pattern, _SCAN_NAMES)
             yield names
             if int(cursor) == 0:
                 return
@@ -364,7 +366,7 @@ def _packed(command: tuple[Any, ...]) -> bytes:
 
 
 def _moved(words: Sequence[str]) -> MovedError:
-    if len(words) != 3 or not words[1].isdigit() or int(words[1]) >= _SLOTS:
+    if len(words) != 3 or not words[1].isdigit() or int(words[1]) >= SLOTS:
         return MovedError(0, None)
     found = _ADDRESS.fullmatch(words[2])
     return MovedError(
