@@ -193,15 +193,15 @@ class Shadows:
         self.now = 0
         self.asked = 0
         """Chunks that the shadows were asked for."""
-        self._shadows: list[Shadow] = []
+        self.every: list[Shadow] = []
         self.resize(room)
 
     def resize(self, room: int) -> None:
         """Set the live place's room, in chunks. The shadows start empty and keep their scores."""
         self.room, self.part = room, min(1.0, _MOST_ROOM_CHUNKS / max(1, room))
-        before, size = self._shadows, max(_LEAST_ROOM_CHUNKS, int(room * self.part))
-        self._shadows = [Shadow(size, setting) for setting in self.settings]
-        for old, new in zip(before, self._shadows, strict=False):
+        before, size = self.every, max(_LEAST_ROOM_CHUNKS, int(room * self.part))
+        self.every = [Shadow(size, setting) for setting in self.settings]
+        for old, new in zip(before, self.every, strict=False):
             new.hits, new.saved, new.score = old.hits, old.saved, old.score
 
     def seeing(self, run: Sequence[ChunkKey], session: int) -> Steps[None]:
@@ -209,7 +209,7 @@ class Shadows:
         passed = 0
         # A multiple of the golden ratio is evenly distributed, and always the same for one session.
         if self.part == 1 or session * 0.6180339887498949 % 1.0 < self.part:
-            for each in self._shadows:
+            for each in self.every:
                 hits = yield from each.serving(run)
                 saved = self._compute.of(hits)
                 each.hits += hits
@@ -220,26 +220,18 @@ class Shadows:
                     passed = 0
                     yield 0.0
             self.asked += len(run)
-        scores = [each.score for each in self._shadows]
+        scores = [each.score for each in self.every]
         if max(scores) > scores[self.now]:
             self.now = scores.index(max(scores))
-        for each in self._shadows:
+        for each in self.every:
             each.score *= _FADE_FACTOR
 
     def over(self, run: Sequence[ChunkKey]) -> Steps[None]:
         """Cool chunks of ``run``, which will not be asked for again, in pieces."""
-        for each in self._shadows:
+        for each in self.every:
             for part in pieces(run):
                 each.cool(part)
                 yield 0.0
-
-    def hits(self) -> dict[str, int]:
-        """Return by each setting's name how many of the :attr:`asked` chunks it hit."""
-        return {each.setting.name: int(each.hits) for each in self._shadows}
-
-    def saved(self) -> dict[str, int]:
-        """Return by each setting's name the compute saved, in chunks at a prompt's beginning."""
-        return {each.setting.name: int(each.saved) for each in self._shadows}
 
 
 class Adaptive:
@@ -293,8 +285,8 @@ class Adaptive:
         _, shadows = self.places[0]
         return {
             "policy_asked": shadows.asked,
-            **{f"policy_hits_{name}": count for name, count in shadows.hits().items()},
-            **{f"policy_saved_{name}": count for name, count in shadows.saved().items()},
+            **{f"policy_hits_{each.setting.name}": int(each.hits) for each in shadows.every},
+            **{f"policy_saved_{each.setting.name}": int(each.saved) for each in shadows.every},
             "policy_now": shadows.now,
         }
 

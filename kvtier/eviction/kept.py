@@ -60,21 +60,20 @@ class Kept:
         return [one for owner in list(self._of) for one in self._surplus(owner)]
 
     def keep(
-        self, run: Sequence[tuple[ChunkKey, int]], seconds: float, salt: str = ""
+        self,
+        run: Sequence[tuple[ChunkKey, int]],
+        seconds: float,
+        salt: str = "",
+        until: float | None = None,
     ) -> list[Released]:
         """Keep these chunks, which were not kept, each with its owner, for a client with this salt.
-        The last one becomes the hottest. Drops and returns the chunks that are too many."""
+        The last one becomes the hottest. ``until``: None for ``seconds`` from now. Drops and
+        returns the chunks that are too many."""
+        until = self._now + seconds if until is None else until
         for key, owner in run:
-            self._put(key, Stay(owner, seconds, self._now + seconds, salt))
+            self.stays[key] = Stay(owner, seconds, until, salt)
+            self._of.setdefault(owner, _Salts()).put(key, salt)
         return [one for owner in {owner for _, owner in run} for one in self._surplus(owner)]
-
-    def keep_one(self, key: ChunkKey, stay: Stay) -> list[Released]:
-        self._put(key, stay)
-        return self._surplus(stay.owner)
-
-    def _put(self, key: ChunkKey, stay: Stay) -> None:
-        self.stays[key] = stay
-        self._of.setdefault(stay.owner, _Salts()).put(key, stay.salt)
 
     def use(self, key: ChunkKey) -> None:
         stay = self.stays[key]

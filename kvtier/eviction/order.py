@@ -285,23 +285,27 @@ class Owned:
             for owner in {self._all.owner(key) for key in run} - {0}:
                 self._parts[owner].cool(run)
 
-    def keep(self, run: Sequence[ChunkKey], seconds: float, salt: str = "") -> None:
+    def keep(
+        self,
+        run: Sequence[ChunkKey],
+        seconds: float,
+        salt: str = "",
+        until: float | None = None,
+    ) -> None:
         """Let the run leave after all others until ``seconds`` after its last use, within the
-        bounds of :class:`Kept`. ``salt``: of the client that keeps it."""
+        bounds of :class:`Kept`. ``salt``: of the client that keeps it. ``until``: time at which it
+        leaves unless it is used, None for ``seconds`` from now."""
         known = [(key, self.owner(key)) for key in reversed(run) if key in self]
         for key, _ in known:
             self._leave(key)
             self._all.discard(key)
-        self._release(self.kept.keep(known, seconds, salt))
+        self._release(self.kept.keep(known, seconds, salt, until))
 
     def keep_as(self, other: Owned, key: ChunkKey) -> None:
         """Keep this chunk as long as it is kept in the ``other`` order."""
         stay = other._stays.get(key)
-        if stay is not None and key not in self._stays and key in self:
-            owner = self.owner(key)
-            self._leave(key)
-            self._all.discard(key)
-            self._release(self.kept.keep_one(key, stay._replace(owner=owner)))
+        if stay is not None and key not in self._stays:
+            self.keep((key,), stay.seconds, stay.salt, stay.until)
 
     def tick(self, now: float) -> None:
         self._release(self.kept.tick(now))

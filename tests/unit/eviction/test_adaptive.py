@@ -76,7 +76,7 @@ def made(slots=60):
 
 def room_in(shadows):
     """Of each of them."""
-    (room,) = {each.room for each in shadows._shadows}
+    (room,) = {each.room for each in shadows.every}
     return room
 
 
@@ -154,7 +154,7 @@ def test_a_setting_that_is_clearly_better_rules_long_before_the_first_comparison
     shadows, sessions = Shadows(60, SavedCompute()), Sessions(10_000)
     for _, run, *_ in scans_and_a_loop(100):
         whole(shadows.seeing(run, sessions.seen(run)))
-    assert shadows.hits()["lru"] == 0 and shadows.now != 0
+    assert shadows.every[0].hits == 0 and shadows.now != 0
 
 
 def test_a_tier_below_keeps_of_a_loop_among_scans_what_lru_never_would():
@@ -205,5 +205,5 @@ def test_a_session_that_is_over_is_the_first_to_leave_the_shadows_below():
     whole(adaptive.over(ended[2:]))
     whole(adaptive.following(run_of(1, 2), 2, Lock()))
     (_, shadows) = adaptive.places[1]
-    for each in shadows._shadows:
+    for each in shadows.every:
         assert [key in each for key in (*ended, *other)] == [True, True, False, False] + [True] * 4
