@@ -7,9 +7,9 @@ from which loading wins.
 
 *A whole service*: a tier below is only ever asked for what the tier above could not keep. Documents
 that come round in turn under LRU hit nothing as soon as they are larger than the cache, so
-offloading begins to matter at :func:`offload_from`: the working set that fills the engine's own KV
-memory (then RAM), and disk at the one that fills RAM. A test compares that with LMI's published
-table for the p4de.24xlarge.
+offloading begins to matter at the working set that fills the engine's own KV memory (then RAM), and
+disk at the one that fills RAM. A test compares that with LMI's published table for the
+p4de.24xlarge.
 """
 
 from __future__ import annotations
@@ -121,7 +121,3 @@ def gpu_kv_bytes(gpus: int, bytes_each: int, weight_bytes: int) -> int:
     """Return the memory that GPUs with one copy of the weights leave for the engine's own KV."""
     usable = int(gpus * (bytes_each * GPU_MEMORY_PART - GPU_OVERHEAD_BYTES))
     return max(0, usable - weight_bytes)
-
-
-def offload_from(upper_bytes: int, bytes_per_token: int) -> int:
-    return upper_bytes // max(1, bytes_per_token)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -30,7 +31,7 @@ def probe_memory(root: Path = ROOT) -> Memory:
         ),
         cgroup_headroom=headroom,
         cgroup_limit=limit,
-        shm=fact_of(lambda: _shm_bytes(root), "size of /dev/shm"),
+        shm=fact_of(lambda: shutil.disk_usage(root / "dev/shm").total, "size of /dev/shm"),
         reserved=fact_of(
             lambda: _reserved(root), "free pages in /sys/kernel/mm/hugepages/hugepages-2048kB"
         ),
@@ -39,11 +40,6 @@ def probe_memory(root: Path = ROOT) -> Memory:
         cpus=fact_of(lambda: len(os.sched_getaffinity(0)), "CPUs of this process"),
         pools=fact_of(lambda: _pool_bytes(root), "kvtier pools in /proc"),
     )
-
-
-def _shm_bytes(root: Path) -> int:
-    stat = os.statvfs(root / "dev/shm")
-    return stat.f_blocks * stat.f_frsize
 
 
 def _meminfo(root: Path) -> dict[str, int]:

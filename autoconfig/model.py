@@ -69,18 +69,10 @@ def usual(why: str) -> Model:
 class KVShape(NamedTuple):
     """Shape of one token's KV, one copy. ``global_layers`` see the whole context."""
 
-    layers: int
+    bytes_per_token: int
+    global_bytes_per_token: int
     global_layers: int
     kv_heads: int
-    row_bytes: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.layers * self.row_bytes
-
-    @property
-    def global_bytes_per_token(self) -> int:
-        return self.global_layers * self.row_bytes
 
 
 def text_config(config: HfConfig) -> HfConfig:
@@ -163,12 +155,14 @@ def kv_shape(config: HfConfig, kv_dtype: str = "auto") -> KVShape:
         raise ConfigError("the model has no attention layer: there is no KV by token to cache")
     item = _kv_item_bytes(config, kv_dtype)
     if config.get("kv_lora_rank"):
+        kv_heads = 1
         row = (int(config["kv_lora_rank"]) + _need(config, "qk_rope_head_dim")) * item
-        return KVShape(whole + windowed, whole, 1, row)
-    heads, head_dim = _heads(config)
-    kv_heads = int(config.get("num_key_value_heads") or config.get("num_kv_heads") or 0)
-    kv_heads = kv_heads or (1 if config.get("multi_query") else heads)
-    return KVShape(whole + windowed, whole, kv_heads, 2 * kv_heads * head_dim * item)
+    else:
+        heads, head_dim = _heads(config)
+        kv_heads = int(config.get("num_key_value_heads") or config.get("num_kv_heads") or 0)
+        kv_heads = kv_heads or (1 if config.get("multi_query") else heads)
+        row = 2 * kv_heads * head_dim * item
+    return KVShape((whole + windowed) * row, whole * row, whole, kv_heads)
 
 
 def parameters(config: HfConfig) -> tuple[int, int]:

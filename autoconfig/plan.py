@@ -27,7 +27,7 @@ from kvtier.core.pool import HUGE_BYTES
 from kvtier.core.terminal import rate_text, size_text
 from kvtier.load_policy.prefill import PrefillTime
 from kvtier.tiers.nvme.disks import LOCAL_DISKS, NETWORK_FILESYSTEMS, RAM_FILESYSTEMS, Disk
-from kvtier.tiers.registry import TIERS, planned
+from kvtier.tiers.registry import TIERS
 
 LONG_CONTEXT_TOKENS = 32_768
 CHUNK_TOKENS = Config().engine.chunk_tokens
@@ -55,11 +55,10 @@ def make_plan(facts: Facts) -> Plan:
         _show_worth(facts, load, ram_bytes, draft)
         _show_hicache(load, ram_bytes, draft)
     else:
-        for tier in planned():
-            reason = (
-                "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot"
-            )
-            draft.leave_out(tier.name, reason)
+        reason = "without a RAM tier nothing can be loaded: every chunk passes through a RAM slot"
+        for tier in TIERS.values():
+            if any(about.planned for _, about in tier.section.keys().values()):
+                draft.leave_out(tier.name, reason)
     _show_shared(facts, ram_bytes, load, draft)
     return draft
 
@@ -462,15 +461,13 @@ def _show_worth(facts: Facts, load: Load, ram_bytes: int, draft: Plan) -> None:
     weights, gpus = facts.model.weight_bytes.value, facts.gpus
     memory = (facts.memory.total if gpus.shared.value is not None else gpus.bytes_each).value
     if own.value is None and weights and memory and gpus.count.value:
-        tokens = breakeven.offload_from(
-            breakeven.gpu_kv_bytes(load.ranks, memory, weights), load.kv_bytes
-        )
+        tokens = breakeven.gpu_kv_bytes(load.ranks, memory, weights) // load.kv_bytes
         own = known(tokens, f"{load.ranks} x {size_text(memory)} less weights")
     if own.value is None:
         return
     reason = "smaller working sets fit in the engine's own KV cache"
     draft.show("ram_useful_from_tokens", own.value, own.source, reason)
-    least = breakeven.offload_from(ram_bytes, load.kv_bytes)
+    least = ram_bytes // load.kv_bytes
     draft.show(
         "nvme_useful_from_tokens", least, "ram_bytes", "smaller working sets fit in the RAM tier"
     )

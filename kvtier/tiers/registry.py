@@ -155,15 +155,6 @@ def is_shared(place: str) -> bool:
     return place == REMOTE or (place in TIERS and TIERS[place].section.shared)
 
 
-def planned() -> list[RegisteredTier]:
-    """Return the tiers that auto-config may set keys of."""
-    return [
-        tier
-        for tier in TIERS.values()
-        if any(about.planned for _, about in tier.section.keys().values())
-    ]
-
-
 def refuse(tier: RegisteredTier, why: str) -> None:
     """Move another package's tier to :data:`BROKEN`: configuration cannot have its section."""
     del TIERS[tier.name]

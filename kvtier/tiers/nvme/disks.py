@@ -7,6 +7,7 @@ import contextlib
 import mmap
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,8 +139,8 @@ def _probe_disk(path: str, root: Path) -> Disk:
     writable, direct = _try_direct(place)
     return Disk(
         path=str(Path(path).absolute()),
-        free=fact_of(lambda: os.statvfs(place).f_bavail * os.statvfs(place).f_frsize, stat),
-        total=fact_of(lambda: os.statvfs(place).f_blocks * os.statvfs(place).f_frsize, stat),
+        free=fact_of(lambda: shutil.disk_usage(place).free, stat),
+        total=fact_of(lambda: shutil.disk_usage(place).total, stat),
         own=fact_of(lambda: _own_bytes(Path(path)), "files of an earlier run"),
         filesystem=known(mount.kind, source) if mount else unknown(source),
         writable=writable,

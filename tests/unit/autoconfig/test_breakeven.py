@@ -9,7 +9,6 @@ from kvtier.autoconfig.breakeven import (
     estimated_prefill,
     gpu_kind,
     gpu_kv_bytes,
-    offload_from,
 )
 from kvtier.autoconfig.model import describe
 from kvtier.load_policy.prefill import PrefillTime
@@ -89,9 +88,9 @@ def test_lmi_table_is_when_the_working_set_outgrows_the_tier_above(
     model = describe(MODELS[name], name)
     weights, kv_bytes = model.weight_bytes.value, model.kv_bytes_per_token.value
     assert weights and kv_bytes
-    from_gpu = offload_from(gpu_kv_bytes(tensor, 80 * GIB, weights), kv_bytes)
+    from_gpu = gpu_kv_bytes(tensor, 80 * GIB, weights) // kv_bytes
     steps = [250_000 << step for step in range(8)]
     assert max(step for step in steps if step <= from_gpu) == ram_from
     ram = P4DE_AVAILABLE - max(2 * weights, P4DE_AVAILABLE // 5)
-    from_ram = offload_from(ram, kv_bytes)
+    from_ram = ram // kv_bytes
     assert disk_from <= from_ram < 1.4 * disk_from

@@ -42,7 +42,7 @@ def test_unused_sliding_window_is_ignored_and_layer_types_win():
     assert kv_shape(MODELS["qwen2.5-7b"]).global_layers == 28
     kinds = ["sliding_attention", "full_attention", "linear_attention", "full_attention"]
     shape = kv_shape({**MODELS["qwen2.5-7b"], "num_hidden_layers": 4, "layer_types": kinds})
-    assert (shape.layers, shape.global_layers) == (3, 2)
+    assert (shape.bytes_per_token, shape.global_layers) == (3 * 2 * KIB, 2)
 
 
 @pytest.mark.parametrize(
