@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join, quote
 
@@ -101,31 +101,26 @@ def run(arguments: argparse.Namespace) -> int:
     command = with_tier(command, started, tier)
     said = [verdict(found, command.python), *transfer(command.arguments, replaces_lmcache(env))]
     shares = shares_server(command, config.server)
-    said.append("" if tier else ranks_in_words(command, config.server, shares=shares))
-    said.append(allocator(command.arguments, env, shared_memory()))
-    final = with_connector(command, found)
     serves = bool(tier) and config.server.address is None
-    told = settings(started, serves=shares or serves or bool(listen))
+    said += [
+        "" if tier else ranks_in_words(command, config.server, shares=shares),
+        allocator(command.arguments, env, shared_memory()),
+        settings(started, serves=shares or serves or bool(listen)),
+    ]
+    final = with_connector(command, found)
     warnings = (one.text for one in config.remarks if one.level >= logging.WARNING)
-    for line in (*warnings, *away, "; ".join([*filter(None, said), told])):
+    for line in (*warnings, *away, "; ".join(filter(None, said))):
         print(f"kvtier: {line}", file=sys.stderr, flush=True)
     if arguments.print:
         print(*(f"{name}={quote(value)}" for name, value in more.items()), join(final))
         return 0
     if shares:
         env = dict(env) | {"KVTIER_SERVER": ranks.start(env)[0]}
-    become(final, env, tier if serves else "", listen)
-    return 0
-
-
-def become(final: list[str], env: Mapping[str, str], tier: str, listen: Sequence[str]) -> None:
-    """Start this host's server, if one is to be started, at ``tier`` or ``listen``. Then become the
-    engine."""
-    if tier:
+    elif serves:
         ranks.start_at([tier], env, temporary=True)
-    if listen:
+    elif listen:
         print(f"kvtier: {ranks.start_here(listen, env)}", file=sys.stderr, flush=True)
-    processes.become(final, env)
+    return processes.become(final, env)
 
 
 def tier_server(
