@@ -207,7 +207,9 @@ def _connect(access: ServerAccess, within_s: float) -> socket.socket:
             sock.connect(access.address.path)
             _refuse_stranger(sock, access)
         else:
-            sock = undo.enter_context(_connect_tcp(access.address, within_s))
+            reached = reach(access.address.host, access.address.port, Deadline(within_s))
+            sock = undo.enter_context(reached)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if access.tls is not None:
                 sock.settimeout(within_s)
                 sock = undo.enter_context(
@@ -215,12 +217,6 @@ def _connect(access: ServerAccess, within_s: float) -> socket.socket:
                 )
         undo.pop_all()
         return sock
-
-
-def _connect_tcp(address: Address, within_s: float) -> socket.socket:
-    sock = reach(address.host, address.port, Deadline(within_s))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
 
 
 def _refuse_stranger(sock: socket.socket, access: ServerAccess) -> None:

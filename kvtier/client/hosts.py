@@ -101,13 +101,10 @@ class Hosts(AtServer):
             self._pool = HostsPool(there)
         return self._pool
 
-    def _keys(self, keys: Sequence[ChunkKey], host: int) -> Sequence[ChunkKey]:
-        mask = self._masks[host]
-        return keys if mask is None else renamed(mask, keys)
-
     def _named(self, keys: Sequence[ChunkKey]) -> Iterable[tuple[Client, Sequence[ChunkKey]]]:
         """Yield each host's Client with its own keys of these chunks."""
-        return ((store, self._keys(keys, host)) for host, store in enumerate(self._stores))
+        for store, mask in zip(self._stores, self._masks, strict=True):
+            yield store, keys if mask is None else renamed(mask, keys)
 
     # ---- KVStore ---------------------------------------------------------------------------------
 

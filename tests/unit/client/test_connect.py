@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.client.connect import Address, _connect_tcp
+from kvtier.client.connect import Address, ServerAccess, _connect, hello
 from kvtier.core.deadline import Deadline, exchange, reach
 from kvtier.extensions import zmtp
 from kvtier.extensions.mooncake.tier import _own_address
@@ -59,6 +59,12 @@ def _redis(port):
     ConnectionFactory(url, Login(), 0, 1.0).connect((NAME, port)).close()
 
 
+def _server(port):
+    address = Address.parse(f"tcp://{NAME}:{port}")
+    named = hello(bytes(32), 4096, stream=True)
+    _connect(ServerAccess(address, named, b"token", unencrypted=True), 2.0).close()
+
+
 def _zmtp(port):
     async def meet():
         (await zmtp.connected(f"tcp://{NAME}:{port}", 1024)).close()
@@ -69,7 +75,7 @@ def _zmtp(port):
 @pytest.mark.parametrize(
     "connect",
     [
-        lambda port: _connect_tcp(Address.parse(f"tcp://{NAME}:{port}"), 2.0).close(),
+        _server,
         _redis,
         _zmtp,
         lambda port: _own_address(mooncake_url(f"mooncake://{NAME}:{port}?bytes=1GiB")),

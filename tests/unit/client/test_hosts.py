@@ -40,7 +40,11 @@ def hosts(stores):
 
 
 def keys_of(hosts, host):
-    return list(hosts._keys(KEYS, host))
+    return list(own_keys(hosts, KEYS)[host])
+
+
+def own_keys(hosts, keys):
+    return [own for _, own in hosts._named(keys)]
 
 
 def put(cache, keys):
@@ -137,7 +141,7 @@ def test_each_host_is_told_of_its_own_chunks(tell):
     for host, own in enumerate(calls):
         named = repr(calls[0])
         for key in KEYS:
-            named = named.replace(repr(key), repr(hosts._keys([key], host)[0]))
+            named = named.replace(repr(key), repr(own_keys(hosts, [key])[host][0]))
         assert len(own) == 1 and repr(own) == named
 
 
