@@ -40,7 +40,7 @@ from kvtier.protocol.inbox import Inbox
 from kvtier.protocol.wire import client_proof, proven, server_proof
 from kvtier.server.listeners import Listener
 from kvtier.server.registry import SizeClass, SizeClasses
-from kvtier.server.session import Publication, Session, capacity
+from kvtier.server.session import Publication, Session
 from kvtier.server.strangers import client_of
 from kvtier.server.stream import ChunkStream
 from kvtier.server.witnesses import Witnesses, notice_lost_hosts
@@ -188,6 +188,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _works_on(self) -> bool:
         """Do a piece of the open question, or of the next message. False if there is neither."""
+        self._rest = None
         if self._work is None:
             message = None if self._closed else self._inbox.next()
             if message is None:
@@ -203,12 +204,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._send(done.value)
             return True
         if pause:
-            self._rest = self._host.loop.call_later(pause, self._rested)
+            self._rest = self._host.loop.call_later(pause, self._turn)
         return True
-
-    def _rested(self) -> None:
-        self._rest = None
-        self._turn()
 
     def _turn_again(self) -> None:
         """Schedule another turn, and stop reading until this work is done."""
@@ -432,7 +429,7 @@ class Connection(asyncio.BufferedProtocol):
             store.pool.slots,
             store.pool.slot_bytes,
             store.place_names,
-            capacity(store),
+            store.pool.slots + sum(tier.capacity for tier in store.tiers),
             proof,
             self._host.announced is not None,
             server=self._host.name,

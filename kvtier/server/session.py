@@ -20,7 +20,6 @@ from kvtier.protocol import wire
 from kvtier.protocol.kv_events import BlockStored
 from kvtier.store.lease import LoadLease, SaveLease
 from kvtier.store.observers.changes import Changes
-from kvtier.store.store import Store
 
 if TYPE_CHECKING:
     from kvtier.server.registry import SizeClass
@@ -356,7 +355,3 @@ def _split(blob: bytes) -> Steps[list[ChunkKey]]:
 def owners_session(owner: int, session: str) -> str:
     """Name a session so that two owners' sessions of one name differ."""
     return f"{owner} {session}" if session else ""
-
-
-def capacity(store: Store) -> int:
-    return store.pool.slots + sum(tier.capacity for tier in store.tiers)
