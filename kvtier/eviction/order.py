@@ -297,8 +297,7 @@ class Owned:
         leaves unless it is used, None for ``seconds`` from now."""
         known = [(key, self.owner(key)) for key in reversed(run) if key in self]
         for key, _ in known:
-            self._leave(key)
-            self._all.discard(key)
+            self.discard(key)
         self._release(self.kept.keep(known, seconds, salt, until))
 
     def keep_as(self, other: Owned, key: ChunkKey) -> None:
