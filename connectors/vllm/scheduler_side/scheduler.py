@@ -403,10 +403,7 @@ class SchedulerHalf:
         return told or None
 
     def counts(self) -> dict[str, float]:
-        found = dict[str, float]()
-        for counts in self._hooks["counts"]:
-            found |= counts()
-        return found
+        return {k: v for counts in self._hooks["counts"] for k, v in counts().items()}
 
     def clear(self) -> None:
         """Drop every chunk in every tier, and those that are being saved."""

@@ -127,8 +127,7 @@ class WorkerHalf:
         """Seconds a token of the last load that a device copied by itself."""
         self._replacements = 0
         self._refuses_loads = self._is_open = False
-        self._is_idle = False
-        self._named: PoolAddress | None = None
+        self._last: tuple[bool, PoolAddress | None] = False, None
         """Whether the last step had no job that needs a pool, and the pool that it named."""
 
     def layout(self) -> RankLayout:
@@ -168,10 +167,10 @@ class WorkerHalf:
         """vLLM's ``start_load_kv``: begin this step's loads, and continue those of earlier steps.
         vLLM calls it after the forward pass (before 0.32: before it)."""
         begun = self._running or self._copying or self._extensions
-        is_idle = not (begun or metadata.loads or metadata.saves)
-        if not (is_idle and self._is_idle and metadata.pool == self._named):
+        now = not (begun or metadata.loads or metadata.saves), metadata.pool
+        if now != self._last or not now[0]:
             self._keep_pools(metadata)
-            self._is_idle, self._named = is_idle, metadata.pool
+            self._last = now
         self._pools.renew(metadata.renewed)
         self.ends.report.step = metadata.number
         for load in metadata.loads:
