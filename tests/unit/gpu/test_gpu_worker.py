@@ -457,6 +457,11 @@ def test_a_pool_stays_mapped_and_locked_while_copies_are_under_way(rank):
     assert not rank.half._pools.mapped
     assert not driver.held
     assert rank.held(0) == {7}
+    other = Pool(4, SLOT)
+    rank.address = replace(gone, path=other.path)
+    rank.step()
+    assert set(rank.half._pools.mapped) == {rank.address}, "before it has a job there"
+    other.close()
 
 
 def test_a_pool_that_cannot_be_mapped_is_told_in_the_first_step():
