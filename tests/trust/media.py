@@ -326,8 +326,8 @@ class SimWire:
                 memory[self.world.rng.randrange(memory.nbytes)] ^= 4
             yield memory
 
-    def scan(self, pattern, count):
-        (answer,) = self.ask([("SCAN", 0, "MATCH", pattern, "COUNT", count)])
+    def scan(self, pattern):
+        (answer,) = self.ask([("SCAN", 0, "MATCH", pattern, "COUNT", 1000)])
         yield answer[1]
 
 
