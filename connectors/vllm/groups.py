@@ -389,7 +389,7 @@ class Geometry:
         """Return the run for a hit of ``end`` tokens of a request that has ``computed`` of them."""
         start = self.first(computed) * len(self.anchors)
         if self.is_gradual:
-            return Run(self.trunk_keys(keys, len(keys)), start, computed, end)
+            return Run(self.trunk_keys(keys, -(-end // self.chunk_tokens)), start, computed, end)
         if self.anchors[0].kind is _FULL:
             named = self.trunk_keys(keys, end // self.chunk_tokens)
             named += self.behind_keys(keys, end, computed)

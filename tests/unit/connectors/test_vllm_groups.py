@@ -9,6 +9,7 @@ from kvtier.core.errors import LayoutError
 
 groups = pytest.importorskip("kvtier.connectors.vllm.groups")
 tabled = pytest.importorskip("kvtier.connectors.vllm.tables")
+hits = pytest.importorskip("kvtier.connectors.vllm.scheduler_side.hit_table")
 managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
 
 pytestmark = pytest.mark.vllm
@@ -111,6 +112,21 @@ def test_what_is_needed_is_what_vllm_does_not_skip(other, position):
         theirs.attention_chunk_size = other.span
     theirs.extra_retained_tokens = 0
     assert other.first_needed(position) == theirs.get_num_skipped_tokens(position)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("tokens", [64, 65, 127, 128, 129, 192])
+def test_a_run_ends_with_the_chunk_in_which_its_hit_ends(block, tokens):
+    """A prompt of whole chunks leaves its last block to be computed, which may be all of its last
+    chunk: no block is there for it."""
+    geometry = groups.Geometry((full(block=block),), 64)
+    end = hits.longest_hit(geometry, tokens)
+    run = geometry.run(keys(tokens // 64, 64), 0, end)
+    pieces = geometry.pieces(run)
+    assert len(run.keys) == len(pieces) == min(tokens // 64, -(-end // 64))
+    table = [[*range(1, 1 + end // block)]]
+    for moved in tabled.loading(geometry, list(zip(pieces, range(9), strict=False)), table, 0, end):
+        assert len(moved.slots) == -(-len(moved.blocks) // geometry.blocks_per_piece(full()))
 
 
 def test_a_state_is_the_one_at_the_end_of_the_hit():
