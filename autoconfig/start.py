@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,13 +158,14 @@ def prefill_for_engine(vllm_config: Any) -> PrefillTime | None:
 
 def compute_for_engine(vllm_config: Any, chunk_tokens: int) -> SavedCompute:
     """Return the compute that hits save with the engine's model, or a typical one if unknown."""
-    with suppress(ConfigError, AttributeError, TypeError, ValueError):
+    try:
         _, model = probe_engine(vllm_config)
-        parameters, attention = model.active_parameters.value, model.attention_flops.value
-        if parameters and attention is not None:
-            s0 = balance(parameters, attention)
-            return SavedCompute(chunk_tokens, s0, "the model's config.json")
-    return SavedCompute(chunk_tokens)
+    except (ConfigError, AttributeError, TypeError, ValueError):
+        return SavedCompute(chunk_tokens)
+    parameters, attention = model.active_parameters.value, model.attention_flops.value
+    if not parameters or attention is None:
+        return SavedCompute(chunk_tokens)
+    return SavedCompute(chunk_tokens, balance(parameters, attention), "the model's config.json")
 
 
 def sized(config: Config) -> Config:

@@ -170,16 +170,16 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
             self._half.open(self._own_part(kv_connector_metadata))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(connector_metadata, StepMetadata)
-        self._step = self._own_part(connector_metadata)
-        super().bind_connector_metadata(self._step)
-        self._half.begin(self._step)
+        if isinstance(connector_metadata, StepMetadata):
+            connector_metadata = self._own_part(connector_metadata)
+        super().bind_connector_metadata(connector_metadata)
+        self._half.begin(self._step())
 
     def _own_part(self, metadata: StepMetadata) -> StepMetadata:
         return metadata if self._own_host is None else self._own_host.part(metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._half.load(self._step)
+        self._half.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for nothing: loads go into blocks with which no step computes."""
@@ -190,7 +190,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         return
 
     def wait_for_save(self) -> None:
-        self._half.save(self._step)
+        self._half.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return ended loads to a vLLM before 0.32. See :meth:`get_transfer_results`."""
@@ -209,7 +209,7 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._half.ends.take_report()
-        own = self._own_layout() if self._step.asks_layout else None
+        own = self._own_layout() if self._step().asks_layout else None
         if own is not None:
             report.layouts[layout.place(self._vllm_config.parallel_config)] = own
         return report
@@ -488,3 +488,10 @@ class KVTierConnector(KVConnectorBase_V1, versions.groups_base(KVConnectorBase_V
         if given.engine.auto:
             logger.info("auto-config: the tiers are the server's (%s)", given.server.here)
         return given, Prefill(prefill_for_engine(self._vllm_config), Certainty.GUESSED)
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata

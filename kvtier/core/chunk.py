@@ -183,8 +183,9 @@ class KeyChain:
         self, layout: ChunkLayout, extra: bytes, per_chunk: Mapping[int, bytes] | None
     ) -> None:
         framed = bool(per_chunk)
-        self._root = _root(layout.fingerprint, layout.chunk_tokens, framed, extra)
-        self._hash = self._root.copy()
+        head = struct.pack("<I?I", layout.chunk_tokens, framed, len(extra))
+        self._hash = hashlib.sha256(_DOMAIN + layout.fingerprint + head + extra)
+        self._root = self._hash.copy()
         self._chunk_tokens = layout.chunk_tokens
         self._per_chunk = per_chunk if framed else None
         self._link = _ROOT_LINK
@@ -238,13 +239,6 @@ class KeyChain:
             append(own + link)
             link = own[:_LINK_BYTES]
         self._link = link
-
-
-@lru_cache(maxsize=_KEPT_MASKS)
-def _root(fingerprint: bytes, chunk_tokens: int, framed: bool, extra: bytes) -> Any:
-    """Return the hash of what all chunks of a prompt have in common. Only copies are added to."""
-    head = struct.pack("<I?I", chunk_tokens, framed, len(extra))
-    return hashlib.sha256(_DOMAIN + fingerprint + head + extra)
 
 
 def _packed(tokens: Sequence[int]) -> memoryview:

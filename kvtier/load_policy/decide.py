@@ -72,7 +72,9 @@ class LoadPolicy:
         self._copy = Average()
         """Seconds of one token's copy from slots to blocks."""
         self._step_s = Average()
-        self._prompt_step = self._queued = 0
+        self._queued = 0
+        self._prompt_step = 0
+        """Number of the last planned step that computes tokens of a prompt."""
         self._ended: list[tuple[int, float, float]] = []
         """Arguments of :meth:`StepClock.end`, of steps that nothing was learned from yet."""
 

@@ -115,6 +115,10 @@ class Core:
         left = {block for end in ends for block in end.blocks[end.kept :]}
         waited_for = [*metadata.loads, *metadata.spans, *metadata.passes]
         saved = [*metadata.saves, *metadata.ended_saves]
+        per_slot = self.connector._chunk_tokens // BLOCK
+        for move in (move for job in (*metadata.loads, *saved) for move in job.moves):
+            blocks = move.first + len(move.blocks)
+            assert len(move.slots) == -(-blocks // per_slot), "a worker fails such a job"
         loads, saves = (Counter({job.number: 1 for job in jobs}) for jobs in (waited_for, saved))
         self.replacements += replaced
         told = StepReport(

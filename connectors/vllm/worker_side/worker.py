@@ -167,10 +167,10 @@ class WorkerHalf:
         """vLLM's ``start_load_kv``: begin this step's loads, and continue those of earlier steps.
         vLLM calls it after the forward pass (before 0.32: before it)."""
         begun = self._running or self._copying or self._extensions
-        now = not (begun or metadata.loads or metadata.saves), metadata.pool
-        if now != self._last or not now[0]:
+        is_idle = not (begun or metadata.loads or metadata.saves or metadata.ended_saves)
+        if not is_idle or self._last != (True, metadata.pool):
             self._keep_pools(metadata)
-            self._last = now
+            self._last = is_idle, metadata.pool
         self._pools.renew(metadata.renewed)
         self.ends.report.step = metadata.number
         for load in metadata.loads:

@@ -57,6 +57,12 @@ def ask(core, name="one", tokens=PROMPT):
     return sum(sources.values())
 
 
+def test_a_prompt_of_whole_chunks_is_loaded_but_for_its_last_block(scheduled_model):
+    core = engine(scheduled_model, {"ram_bytes": HOLDS * SLOT})
+    assert [ask(core, name, PROMPT[:-1]) for name in ("one", "two")] == [0, (CHUNKS - 1) * BLOCK]
+    core.connector.shutdown()
+
+
 def life(model, settings, prompts=1):
     """An engine that computes, has written everything to its lowest tier, and is killed."""
 
